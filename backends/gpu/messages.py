@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from xvcomm.backends.gpu.kernels import Prepared, asked_capturing, fill, launche
 from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import call_3, call_11, let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import CARRIER
 
@@ -39,6 +41,8 @@ _END = np.dtype([
     ("counter", "i8"),  # address of `RingEnd.counter`
     ("carrier", "i8"),  # `RingEnd.carrier`
     ("armed", "i8"),  # address of the handle of the stream that it is armed for
+    ("replays", "i8"),  # `RingEnd.replays`
+    ("turn", "i8"),  # `RingEnd.turn`
     ("event", "i8"),  # event recorded after its newest message
 ])  # fmt: skip
 _Messages, _End = python_type(_MESSAGES), python_type(_END)
@@ -62,6 +66,13 @@ def _ready(address: int, stream: int, _: int) -> int:
     return 1 if code == 0 and messages.answer == messages.here else 0
 
 
+@register_jitable
+def _catch_up(end: Any) -> None:
+    """Count the messages of graphs that have finished: the host does not see them start."""
+    if load(end.replays) != 0:
+        store(end.counter, max(load(end.counter), load(end.turn)))
+
+
 def _launch(address: int, items: int, _: int, stream: int, __: int) -> int:
     """Launch messages that are ready; `items` is the address of an `ITEM` for each.
 
@@ -73,6 +84,7 @@ def _launch(address: int, items: int, _: int, stream: int, __: int) -> int:
     for i in range(messages.count):
         item = _item_at(items, i)
         fill(prepared, i, item.address, item.apart, item.tag)
+        _catch_up(_end_at(messages.ends, i))
     code = launched(prepared, stream)
     for i in range(messages.count):
         if code == 0:
@@ -96,8 +108,8 @@ class ArmedMessages:
     """Messages that compiled code launches together.
 
     Args:
-        ends: for each message's ring end: the address of `RingEnd.counter`, its carrier, and the address of the handle that it
-            is armed for, or of NOBODY.
+        ends: for each message's ring end `counter`, `carrier`, the address of the handle that it is armed for, or of NOBODY,
+            `replays` and `turn`.
         room: address of the version of `Room`.
         where: address of the vendor's function that returns the current device or context of a thread; see `Runtime.addresses`.
         here: its value for the rings' device.
@@ -108,7 +120,7 @@ class ArmedMessages:
 
     __slots__ = ("_ends", "_prepared", "_record", "address")
 
-    def __init__(self, ends: Sequence[tuple[int, int, int]], room: int, where: int, here: int) -> None:
+    def __init__(self, ends: Sequence[tuple[int, int, int, int, int]], room: int, where: int, here: int) -> None:
         self._ends = (_End * len(ends))(*ends)
         self._record = _Messages(0, NOBODY, room, where, here, 0, len(ends), ctypes.addressof(self._ends))
         self.address = ctypes.addressof(self._record)

@@ -78,7 +78,8 @@ class Engine:
         kept = key[0][0].messages
         found = kept.get(key)
         if found is None and len(kept) < _SHAPES:
-            ends = [(port.end.counter, port.end.carrier, ctypes.addressof(port.armed)) for port, _ in key]
+            armed = [(port.end, ctypes.addressof(port.armed)) for port, _ in key]
+            ends = [(end.counter, end.carrier, handle, end.replays, end.turn) for end, handle in armed]
             found = kept[key] = ArmedMessages(ends, ctypes.addressof(self.room.version), *self._place)
         return found
 
@@ -264,6 +265,7 @@ class GpuStream(Stream):
         if captured:
             end.replayed, port.armed.value = True, NOBODY
         else:
+            self._catch_up(end)
             self._count(port)
         self._empty = False
         if self._together is None:
@@ -275,7 +277,8 @@ class GpuStream(Stream):
         self, port: Port, data: int, message: Message, op: ReduceOp | None, remote_first: bool, apart: int
     ) -> bool:
         """Let compiled code launch a transfer that follows another one of its port on this stream; returns whether it could."""
-        if self._together is not None or port.end.replayed or port.event is None or port.queue != self.queue:
+        before = port.event
+        if self._together is not None or before is None or before.captured or port.queue != self.queue:
             return False
         engine, handle = self._engine, self._handle
         key, most = ((port, (message._replace(tag=0), op, remote_first)),), engine.room.left(handle)
@@ -286,6 +289,7 @@ class GpuStream(Stream):
         if port.event is not own or own is None:
             own = self._own_event(port)
             self.runtime.recorded(own.handle, handle)
+        self._catch_up(port.end)
         code = start(prepared.address, data, apart, message.tag, handle, own.handle)
         if code == CAPTURING:
             return False
@@ -305,11 +309,15 @@ class GpuStream(Stream):
         own = port.own = port.own or self._engine.events.take()
         return own
 
+    @staticmethod
+    def _catch_up(end: RingEnd) -> None:
+        """Count the messages of graphs that have finished, before another one is launched: the host does not see them start."""
+        if end.replayed:
+            end.sequence = max(end.sequence, end.finished()[0])
+
     def _count(self, port: Port) -> None:
         """Assign the transfer's number, and register it for a later check of its outcome."""
         end = port.end
-        if port.end.replayed:
-            end.sequence = max(end.sequence, end.finished()[0])
         end.sequence += 1
         if end.begun is not None:
             end.begun()
@@ -354,8 +362,7 @@ class GpuStream(Stream):
     def _arm(self, rows: Sequence[tuple[Port, Transfer]]) -> None:
         """Let compiled code launch the next transfers of these shapes, if it has prepared messages for them."""
         key = tuple((port, (row.message._replace(tag=0), row.op, row.remote_first)) for port, row in rows)
-        # transfers in graphs must go through `_count`
-        if key not in rows[0][0].messages or any(port.end.replayed for port, _ in rows):
+        if key not in rows[0][0].messages:
             return
         engine, handle = self._engine, self._handle
         most = engine.room.left(handle)

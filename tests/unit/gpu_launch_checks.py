@@ -22,6 +22,7 @@ from xvcomm.types.dtype import BY_NAME
 _shared = runpy.run_path(str(Path(__file__).with_name("gpu_checks.py")))
 device, stream, message, ring = (_shared[name] for name in ("device", "stream", "message", "ring"))
 up, down, bytes_of, counted = (_shared[name] for name in ("up", "down", "bytes_of", "counted"))
+captured = _shared["captured"]
 SMALL, BIG = _shared["SMALL"], _shared["BIG"]
 CHECKS: dict[str, Callable[[], None]] = {}
 _Item = python_type(ITEM)
@@ -119,6 +120,46 @@ def messages_are_ready_for_compiled_code_only_where_nothing_else_has_changed() -
             gpu.get(consumer, memory.address, message(data.nbytes, tag), receiving)
         receiving.synchronize()
         assert all((down(gpu, memory) == data).all() for memory in got)
+
+
+@check
+def messages_behind_a_graph_are_one_call_of_compiled_code() -> None:
+    """Again, from the second one behind the capture on; they are numbered behind those that the graph has sent."""
+    gpu, data, receiving = device(), bytes_of(5), stream(device())
+    with ring() as (producer, consumer):
+        sent, got, handle = up(gpu, data), gpu.empty(data.nbytes), gpu.runtime.stream()
+        user = gpu.adopt(handle)
+        gpu.put(producer, sent.address, message(data.nbytes), user)
+        found = gpu.enqueued_messages([MessageForm(producer, message(data.nbytes))])
+        assert found is not None
+        with captured(handle) as launches:
+            gpu.put(producer, sent.address, message(data.nbytes), user)
+        ready = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(found.ready)
+        launch = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(found.function)
+
+        def through() -> None:
+            user.enqueued()
+            user.synchronize()
+
+        assert launches[0]() == launches[0]() == 0
+        for _ in range(3):
+            gpu.get(consumer, got.address, message(data.nbytes), receiving)
+        receiving.synchronize()
+        through()
+        gpu.put(producer, sent.address, message(data.nbytes), user)
+        assert not ready(found.argument, handle, 0)
+        gpu.put(producer, sent.address, message(data.nbytes), user)
+        assert ready(found.argument, handle, 0) and producer.sequence == 5
+        assert launches[0]() == 0
+        for _ in range(3):
+            gpu.get(consumer, got.address, message(data.nbytes), receiving)
+        receiving.synchronize()
+        through()
+        item = _Item(sent.address)
+        assert launch(found.argument, ctypes.addressof(item), 0, handle, 0) == 0 and producer.sequence == 7
+        gpu.get(consumer, got.address, message(data.nbytes), receiving)
+        receiving.synchronize()
+        assert consumer.sequence == 7 and (down(gpu, got) == data).all()
 
 
 @check

@@ -91,7 +91,7 @@ class Batch(Contents):
 
         The event alone does not tell: work that the user enqueued later may precede it.
         """
-        return self.native is not None or bool(self.moving()) or any(end.replayed for end, _, _ in self.ends)
+        return self.native is not None or bool(self.moving()) or any(end.replayed for end, _, _ in self.all_ends())
 
     def outcome(self, stopped: Callable[[Callable[[], Operation]], int]) -> tuple[Exception, Operation] | None:
         """The failure of a batch whose event is reached, and the operation that failed; None if all succeeded.
