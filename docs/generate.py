@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,16 @@ def floors() -> str:
     return "\n".join(("```", *layers, "```"))
 
 
+def paper() -> str:
+    """The figures of the paper's experiment."""
+    tables: str = runpy.run_path(str(ROOT / "benchmarks" / "paper_report.py"))["page"](ROOT)
+    return tables
+
+
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration": (ROOT / "docs" / "configuration.md", configuration),
     "floors": (ROOT / "CONTRIBUTING.md", floors),
+    "paper": (ROOT / "docs" / "paper.md", paper),
 }
 
 
