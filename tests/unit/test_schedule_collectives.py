@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xvcomm.schedule import build
 from xvcomm.schedule.simulate import run
-from xvcomm.schedule.steps import Buf, Collective, Exchange, GetReduce, Native, Put, Reduce, Request
+from xvcomm.schedule.steps import Buf, Collective, Exchange, Get, GetReduce, Native, Put, Reduce, Request
 from xvcomm.types.dtype import ReduceOp
 from xvcomm.types.topology import Topology
 
@@ -329,6 +329,21 @@ def test_partial_sums_of_single_ranks_cross_in_their_own_precision() -> None:
         assert not build(replace(request, low_precision=False), topology, rank).wide
         assert not build(request, Topology.from_labels("abc"), rank).wide, "nothing is added before the border"
         assert not build(request, Topology.from_labels("aaa"), rank).wide
+
+
+@pytest.mark.parametrize("labels", ("aabb", "abab", "aaabbb", "aabbcc", "abcabcabc"))
+def test_in_an_all_to_all_no_rank_waits_for_a_peer_that_is_at_another_message(labels: str) -> None:
+    """Between islands of one size: the n-th message that a rank sends is the n-th that its receiver waits for."""
+    topology = Topology.from_labels(labels)
+    size = len(labels)
+    request = Request(Collective.ALL_TO_ALL, 4, counts=(16,) * size, recv_counts=(16,) * size)
+    plans = [build(request, topology, rank).steps for rank in range(size)]
+    sent = [[step.peer for step in steps if isinstance(step, Put)] for steps in plans]
+    received = [[step.peer for step in steps if isinstance(step, Get)] for steps in plans]
+    abroad = size - topology.islands[0].size
+    assert all(len(peers) == abroad for peers in sent + received)
+    for rank, number in itertools.product(range(size), range(abroad)):
+        assert received[sent[rank][number]][number] == rank
 
 
 def test_two_islands_add_the_first_island_on_the_left() -> None:
