@@ -30,6 +30,13 @@ class Config:
     store: str | None = _var(
         None, "Address of the store for the rendezvous of the ranks: `tcp://host:port` or `file:///path`."
     )
+    rejoin: int = _var(
+        0,
+        "1: this process joins a job that runs, in the place of a rank that was lost, when the other ranks call `grow`; "
+        "`xvcomm run --max-restarts` sets it.",
+        least=0,
+        most=1,
+    )
     secret: str | None = _var(
         None, "Shared secret of the job, the same on all ranks; `xvcomm run` generates one.", secret=True
     )

@@ -25,6 +25,7 @@ from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Rail
 from xvcomm.comm import exporter
 from xvcomm.comm.counts import blocks, in_elements, own_block, whole
+from xvcomm.comm.growing import rejoin
 from xvcomm.comm.lifetime import Lifetime
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
@@ -52,12 +53,12 @@ _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = OpCode.ALL_GATHER, OpCode.REDUCE_SCA
 
 
 class Communicator(PointToPoint, Objects, Lifetime):
-    """Ranks 0 to size - 1 that communicate with each other. Created by `xvcomm.init`, `split`, `subgroup` and `shrink`.
+    """Ranks 0 to size - 1 that communicate with each other. Created by `xvcomm.init`, `split`, `subgroup`, `shrink`, `grow`.
 
     Attributes:
         rank: this process's rank.
         size: number of ranks.
-        job_ranks: the numbers of its ranks in the whole job.
+        job_ranks: the numbers of its ranks in the whole job; they stay when the job shrinks and grows.
         topology: islands and hosts.
         device, device_index: type of this rank's device, `"host"`, `"cuda"` or `"rocm"`, and its index on this host.
         devices: device type of every rank.
@@ -71,7 +72,7 @@ class Communicator(PointToPoint, Objects, Lifetime):
         self._staging = Staging(context.device)
         self.rank: int = context.rank
         self.size: int = len(context.ranks)
-        self.job_ranks: tuple[int, ...] = context.ranks
+        self.job_ranks: tuple[int, ...] = tuple(context.session.numbers[r] for r in context.ranks)
         self.topology: Topology = context.topology
         self.device: str = context.kind
         self.device_index: int = context.index
@@ -104,6 +105,18 @@ class Communicator(PointToPoint, Objects, Lifetime):
             return cls(Context(session, "0", tuple(range(size)), deadline, OpCode.INIT), config.timeout)
         except BaseException as error:
             session.give_up(error)
+            raise
+
+    @classmethod
+    def rejoin(
+        cls, store: Store, rank: int, *, config: Config, deadline: Deadline, on_close: Callable[[], None]
+    ) -> Communicator:
+        """Join a job that runs, through the store in which it has begun, when its ranks grow; see `growing.rejoin`."""
+        context = rejoin(store, rank, config, deadline, on_close)
+        try:
+            return cls(context, config.timeout)
+        except BaseException as error:
+            context.session.give_up(error)
             raise
 
     @property
@@ -353,28 +366,6 @@ class Communicator(PointToPoint, Objects, Lifetime):
             path, world = self._meetings.meet(ranks, name, deadline)
             return Communicator(Context(self._context.session, path, world, deadline), self.timeout)
 
-    def shrink(self, timeout: float | None = None) -> Communicator:
-        """Create a communicator of the ranks that are left, after ranks were lost, without a restart of the processes.
-
-        All ranks that are left must call this; it blocks until they have, or are lost too. They keep their order. Also
-        possible after another error, or without one: then all ranks are left. This communicator is closed, and its
-        asynchronous operations that are not complete fail. Other communicators remain as they are. Use the new one in place
-        of this one: closing it closes the job, if closing this one would have; leaving this one's `with` block closes it.
-
-        A rank that has closed this communicator is not waited for, if this rank knows of it.
-
-        Raises:
-            DeadlineExceeded: names the ranks that did not call this; on all ranks that did. They can call it again.
-            Aborted: the others cannot reach this rank and go on without it; or another rank failed meanwhile.
-            PeerLost: the process that served the job's store is lost; restart the job.
-            ClosedError: this communicator was closed, or shrunk before.
-        """
-        deadline = self._deadline(timeout)
-        with naming(self._context):
-            made = Communicator(self._shrinking.run(deadline), self.timeout)
-        self._replace_by(made)
-        return made
-
     def history(self) -> list[Record]:
         """The last operations of this process, oldest first, over all its communicators: its flight recorder. Never blocks.
 
@@ -400,9 +391,6 @@ class Communicator(PointToPoint, Objects, Lifetime):
     def metrics_port(self) -> int | None:
         """On which port this process serves its metrics; None without `XVCOMM_METRICS`."""
         return exporter.port(self._context.session)
-
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline.after(self.timeout if timeout is None else timeout)
 
     def _call(self, call: CollectiveRequest, async_op: bool, timeout: float | None, stream: Any) -> Any:
         call.deadline = Deadline(monotonic() + (self.timeout if timeout is None else checked(timeout)))

@@ -31,6 +31,8 @@ _LINGER_SECONDS = 3.0
 # Number of communicators that this process has had at a rendezvous address, as a rank. The next one uses it as epoch, so that
 # it cannot join a store that other ranks have not closed yet.
 _epochs: Counter[tuple[str, int]] = Counter()
+_rejoined: set[int] = set()
+"""The process that has joined a job that ran; what it joins afterwards begins."""
 
 
 @limits.told("join the job")
@@ -48,6 +50,9 @@ def init(
 
     Rank, size and store are taken from the arguments, else from `XVCOMM_*`, else from the launcher: torchrun, mpirun, SLURM,
     JAX. Without any of them the job has this process only. Blocks until all ranks have joined.
+
+    With `XVCOMM_REJOIN=1` this process joins a job that runs, in the place of a rank that was lost: the first call blocks
+    until the ranks of the job call `grow`, whose communicator it returns. The store must be an address or a `Store`.
 
     Args:
         rank: rank of this process.
@@ -78,6 +83,8 @@ def init(
         config, rank=launcher.rank, size=launcher.size, local_rank=launcher.local_rank, local_size=launcher.local_size
     )
     deadline = Deadline.after(config.timeout)
+    if config.rejoin and os.getpid() not in _rejoined:
+        return _rejoin(store, launcher, config, env, deadline)
     if store is None or isinstance(store, str):
         base, place = rendezvous(launcher, config, env, deadline), _place(launcher, config)
     else:
@@ -315,6 +322,46 @@ def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadli
     so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
     """
     place = f"xvcomm/{_attempt(env)}"
-    key = f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # the pid, because a fork copies _PROCESS
-    turn = store.add(key, 1, deadline)
+    turn = store.add(_turns(place, rank), 1, deadline)
+    if rank == 0:
+        store.set(f"{place}/turn", b"%d" % turn, deadline)  # for processes that join while the job runs
     return PrefixStore(f"{place}/{turn}", store)
+
+
+def _turns(place: str, rank: int) -> str:
+    return f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # the pid, because a fork copies _PROCESS
+
+
+def _rejoin(
+    store: Any, launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline
+) -> Communicator:
+    """Join a job that runs; serves no store and counts for none, because the job's is there already."""
+    from xvcomm.comm.communicator import Communicator
+
+    base = PrefixStore("init", store) if isinstance(store, Store) else _running(config, deadline)
+    place = f"xvcomm/{_attempt(env)}"
+    try:
+        turn = int(base.get(f"{place}/turn", deadline))
+        base.add(_turns(place, launcher.rank), turn, deadline)  # as if it had been there before
+        space = PrefixStore(f"{place}/{turn}", base)
+        comm = Communicator.rejoin(space, launcher.rank, config=config, deadline=deadline, on_close=base.close)
+    except BaseException:
+        base.close()
+        raise
+    _rejoined.add(os.getpid())
+    _epochs[_place(launcher, config), launcher.rank] += 1
+    return comm
+
+
+def _running(config: Config, deadline: Deadline) -> Store:
+    """The store of a job that runs."""
+    if config.store is None:
+        raise ConfigError(
+            "XVCOMM_REJOIN=1 needs XVCOMM_STORE, the address of the store of the job that runs: a launcher serves it, or it is "
+            "a folder, or rank 0 serves it and lives"
+        )
+    address = StoreAddress.parse(config.store)
+    if address.folder is None:
+        return TcpStore(address.host, address.port, need_secret(config.secret), deadline)
+    epochs = [int(path.name) for path in address.folder.glob("*") if path.name.isdigit()]
+    return FileStore(address.folder / str(max(epochs, default=0)))

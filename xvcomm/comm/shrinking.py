@@ -10,64 +10,97 @@ from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
-_SHRUNK = "on a communicator that was shrunk; use the one that shrink() returned"
+_REPLACED = {
+    OpCode.SHRINK: "on a communicator that was shrunk; use the one that shrink() returned",
+    OpCode.GROW: "on a communicator that was grown; use the one that grow() returned, or shrink() after it",
+}
 _NAMED = 16
 
 
 class Shrinking:
-    """Shrinks one communicator, once, or repeatedly until it succeeds.
+    """The agreements of one communicator's ranks on the one that takes its place.
 
     Args:
         context: of the communicator.
-        before: what has made this communicator of another one; None if it was made otherwise.
+        before: what has made this communicator of another one in the same job; None if it was made otherwise.
+
+    Attributes:
+        decision: that ranks may act on already, and `run` begins with; None if it agrees first.
     """
 
     def __init__(self, context: Context, before: Shrinking | None = None) -> None:
-        self._context = context
+        self.context = context
         self._survivors: Survivors = Survivors(context.session, context.path) if before is None else before._survivors
-        self._departed: set[int] | None = None
-        self._done = False
+        self._ranks, self._departed = context.ranks, set[int]()
+        self._begun = self._done = False
+        self.decision: Decision | None = None
 
     def run(self, deadline: Deadline) -> Context:
         """Close the communicator, and make the new one together with all ranks that are left.
 
         Raises:
             XvcommError: names ranks by their numbers in the whole job.
-            ClosedError: this rank has closed the communicator, or has shrunk it already.
+            ClosedError: this rank has closed the communicator, or there is another one in its place.
             DeadlineExceeded: names the ranks that did not come; on all ranks that did.
             Aborted: the others have lost this rank, and go on without it; or another rank failed.
         """
-        context, session, ranks = self._context, self._context.session, self._context.ranks
-        if self._done or self._departed is None:
-            context.lifecycle.ensure_open(OpCode.SHRINK)
-            self._departed = self._find_departed(deadline)
-        departed = self._departed
         while True:
-            decision = self._survivors.agree(ranks, departed, deadline, partial(context.lifecycle.close, _SHRUNK))
-            self._check(decision)
-            path = f"{self._survivors.path}.shrunk-{decision.token}"
+            decision = self.decision or self.agree(OpCode.SHRINK, deadline)
+            self.decision = None
             try:
-                made = Context(session, path, decision.members, deadline, OpCode.SHRINK)
-                self._done = True
-                return made
+                return self.make(decision, OpCode.SHRINK, deadline)
             except PeerLost:
                 if deadline.expired():
                     raise
             except StoreError:
                 if deadline.expired():
                     raise
-                session.succession.note_unreachable()
+                self.context.session.succession.note_unreachable()
             except DeadlineExceeded as error:
                 if error.peer is not None or deadline.expired():  # else it is the store that does not answer
                     raise
-            ranks, departed = decision.members, set()
+
+    def agree(self, op: OpCode, deadline: Deadline) -> Decision:
+        """Close the communicator, and agree with its ranks on those that go on.
+
+        Args:
+            op: what this rank does: GROW takes in processes that have applied.
+        """
+        lifecycle = self.context.lifecycle
+        if self._done or not self._begun:
+            lifecycle.ensure_open(op)
+            self._departed, self._begun = self._find_departed(deadline), True
+        come = partial(lifecycle.close, _REPLACED[op])
+        decision = self._survivors.agree(self._ranks, self._departed, deadline, come, grows=op is OpCode.GROW)
+        self._check(decision, op)
+        return decision
+
+    def make(self, decision: Decision, op: OpCode, deadline: Deadline) -> Context:
+        """Make the communicator of those that go on, in the same job.
+
+        Raises:
+            PeerLost: one of them is lost, too. Agree again.
+        """
+        self._ranks, self._departed = decision.members, set()
+        path = f"{self._survivors.path}.shrunk-{decision.token}"
+        made = Context(self.context.session, path, decision.members, deadline, op)
+        self._done = True
+        return made
+
+    def end(self) -> None:
+        """A communicator of another job has taken the place of this one."""
+        self._done = True
+
+    def lost(self, decision: Decision) -> int | None:
+        """The first rank that does not go on."""
+        return next((rank for rank in self._ranks if rank not in decision.members), None)
 
     def _find_departed(self, deadline: Deadline) -> set[int]:
         """The ranks that have closed the communicator, by their numbers in the job.
 
         Those that could not make it together with this one have closed it, too, but go on to shrink it.
         """
-        context = self._context
+        context = self.context
         context.look()
         departed = {context.ranks[rank] for rank in context.lifecycle.departed}
         made = context.session.guarded(f"comm/{context.path}", lambda: None)
@@ -76,23 +109,24 @@ class Shrinking:
         except StoreError:
             return set()
 
-    def _check(self, decision: Decision) -> None:
+    def _check(self, decision: Decision, op: OpCode) -> None:
         """Raise if this rank cannot go on."""
-        own = self._context.session.rank
+        own = self.context.session.rank
         if decision.late:
-            who = ", ".join(map(self._name, decision.late[:_NAMED]))
+            who = ", ".join(map(self.name, decision.late[:_NAMED]))
             raise DeadlineExceeded(
-                f"shrink: {who} did not come in time; all ranks that are left must call shrink(). To wait for them again, "
+                f"{op}: {who} did not come in time; all ranks that are left must call {op}(). To wait for them again, "
                 "call it again on all ranks",
-                rank=own, peer=decision.late[0], op="shrink",
+                rank=own, peer=decision.late[0], op=str(op),
             )  # fmt: skip
         if own not in decision.members:
             raise Aborted(
-                f"shrink: {self._name(decision.by)} and {len(decision.members) - 1} other ranks go on without this rank, "
-                f"{self._name(own)}, which they cannot reach; end this process. `xvcomm doctor --reach` shows which hosts "
+                f"{op}: {self.name(decision.by)} and {len(decision.members) - 1} other ranks go on without this rank, "
+                f"{self.name(own)}, which they cannot reach; end this process. `xvcomm doctor --reach` shows which hosts "
                 "reach each other",
-                rank=own, peer=decision.by, op="shrink",
+                rank=own, peer=decision.by, op=str(op),
             )  # fmt: skip
 
-    def _name(self, world_rank: int) -> str:
-        return self._context.diagnosis.name(self._context.ranks.index(world_rank))
+    def name(self, world_rank: int) -> str:
+        """A rank of the job, for errors."""
+        return self.context.diagnosis.name(self.context.ranks.index(world_rank))

@@ -133,7 +133,7 @@ class Context:
 
     def _check_making(self) -> None:
         self.check_in_job()
-        if self._made_by is OpCode.SHRINK:
+        if self._made_by in (OpCode.SHRINK, OpCode.GROW):
             self.session.check_store()
 
     def native(self, deadline: Deadline) -> Collective:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.testing.hosts import enter
-from xvcomm.testing.processes import Ranks, obey, prepare
+from xvcomm.testing.processes import START_SECONDS, Ranks, obey, prepare
 from xvcomm.testing.servers import forked_with
 from xvcomm.types.topology import parse_islands
 
@@ -75,7 +75,20 @@ class World(Ranks):
             }  # fmt: skip
             path = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
             each.append((variables, path, namespaces.get(variables["XVCOMM_HOST"])))
+        self._each = each
         self._start(_rank_main, each)
+
+    def restart(self, rank: int, **more: str) -> None:
+        """Start a process in the place of a rank that has ended.
+
+        Functions get no communicator there: `xvcomm.init()` in them joins the others when they grow.
+
+        Args:
+            more: further variables.
+        """
+        variables, *others = self._each[rank]
+        self._replace(rank, _rank_main, {**variables, "XVCOMM_REJOIN": "1", **more}, *others)
+        self._collect([rank], START_SECONDS)
 
 
 def _device_variables(kinds: Sequence[str], rank: int) -> dict[str, str]:
@@ -101,6 +114,6 @@ def _rank_main(pipe: Connection, variables: dict[str, str], path: list[str], nam
     if namespace is not None:
         enter(namespace)
     prepare(variables, path)
-    given = obey(pipe, lambda: [xvcomm.init()])
+    given = obey(pipe, lambda: [] if variables.get("XVCOMM_REJOIN") else [xvcomm.init()])
     if given:
         given[0].close()

@@ -23,6 +23,7 @@ class OpCode(enum.IntEnum):
     INIT = 13
     PROBE = 14
     SHRINK = 15
+    GROW = 16
 
     __hash__ = int.__hash__  # Enum.__hash__ is a Python function, too slow for the keys of lookups per operation
 

@@ -1,12 +1,17 @@
-"""Maps shared memory that another rank of the host makes, and whose name it publishes in the store."""
+"""Shared memory that one rank of a host makes, and the others map by the name that it publishes in the store."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from xvcomm.abc.store import NotSet
 from xvcomm.errors import DeadlineExceeded, PeerLost, ResourceError
 from xvcomm.memory.segment import Segment
+from xvcomm.system.stacks import StackFile
+from xvcomm.trace import journal
+from xvcomm.trace.journal import Roster
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -47,3 +52,36 @@ def attach(session: Session, place: GuardedStore, key: str, maker: int, deadline
     except ResourceError:
         place.settle()
         raise
+
+
+@contextlib.contextmanager
+def share_journal(
+    session: Session, place: GuardedStore, processes: Sequence[str], deadline: Deadline
+) -> Iterator[None]:
+    """Open the host's flight recorders, in one segment of shared memory that its lowest rank creates.
+
+    Args:
+        processes: the PID namespace of each rank of the host.
+    """
+    first, config = session.neighbours[0], session.config
+    if session.rank != first:
+        segment = attach(session, place, "name", first, deadline)
+    else:
+        roster = Roster(session.name, session.infos, session.neighbours, tuple(processes), config.trace_records)
+        segment = Segment.create(config.shm_dir, session.job, journal.size(roster))
+        journal.write(segment.view, roster)
+        with segment.named():
+            place.set("name", segment.name.encode())
+    try:
+        if place.add("mapped", 1) == len(session.neighbours):
+            segment.unlink()
+        stacks = None
+        with contextlib.suppress(OSError):  # errors can do without stacks
+            stacks = StackFile.take()
+        session.journal.open(segment, session.rank, stacks)
+        try:
+            yield
+        finally:
+            session.journal.close()
+    finally:
+        segment.close()

@@ -16,11 +16,12 @@ import msgspec
 
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import SupportsPeerMemory
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Membership
 from xvcomm.config import Config
 from xvcomm.engine.session import equipment, joining, plugins
-from xvcomm.engine.session.attaching import attach
+from xvcomm.engine.session.applications import Applications, Growth, part
+from xvcomm.engine.session.attaching import share_journal
 from xvcomm.engine.session.carried import with_ways
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
 from xvcomm.engine.session.explaining import Explaining
@@ -36,15 +37,12 @@ from xvcomm.engine.session.supervised import Supervised
 from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
 from xvcomm.errors import PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
-from xvcomm.memory.segment import Segment, sweep
+from xvcomm.memory.segment import sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore, cause
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.system import forking, limits
-from xvcomm.system.stacks import StackFile
-from xvcomm.trace import journal
 from xvcomm.trace.format import Life, Record
-from xvcomm.trace.journal import Roster
 from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import Deadline
 
@@ -64,12 +62,20 @@ class Session:
         succession: finds it again if that process ends.
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
+        name: of the job, equal on all ranks.
+        numbers: of all ranks, as programs know them; see `Growth`.
+        applications: of processes that want to join.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, config: Config, deadline: Deadline, on_close: Callable[[], None]
-    ) -> None:
+        self, store: Store, rank: int, size: int, config: Config, deadline: Deadline, on_close: Callable[[], None],
+        growth: Growth | None = None,
+    ) -> None:  # fmt: skip
         """Join the other ranks; blocks until all have joined.
+
+        Args:
+            on_close: called once, when everything is closed.
+            growth: of what others have grown into this job; None if it begins.
 
         Raises:
             DeadlineExceeded: names the ranks that are missing.
@@ -91,16 +97,21 @@ class Session:
         spare = spare_ports(config) if size > 1 else ()
         self.succession = Succession(self.store, rank, spare, self.gone, self._stricken)
         self._cleanup.callback(self.succession.close)
-        self._cleanup.callback(self.store.close)
+        self._keeping = self._cleanup.enter_context(contextlib.ExitStack())
+        self._keeping.callback(self.store.close)
+        self.numbers = tuple(range(size)) if growth is None else growth.numbers
+        self.applications = Applications(store, config) if growth is None else growth.applications
+        join, self._meeting = part("join", store, growth), part("transports", self.store, growth)
         try:
-            mine = self._introduce(PrefixStore("join", store))
-            everybody = join_barrier(PrefixStore("join", store), rank, size, msgspec.msgpack.encode(mine), deadline)
+            mine = self._introduce(join)
+            everybody = join_barrier(join, rank, size, msgspec.msgpack.encode(mine), deadline)
         except BaseException:
             self.succession.close()
             raise
         self._joined = [joining.decode(data) for data in everybody]
-        self.infos = tuple(j.info for j in self._joined)
-        self.succession.open([j.successor for j in self._joined], self._joined[0].serves)
+        self.infos, self.name = tuple(j.info for j in self._joined), self._joined[0].job
+        serving = next((rank for rank, joined in enumerate(self._joined) if joined.serves), None)
+        self.succession.open([j.successor for j in self._joined], serving)
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
         self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
@@ -108,7 +119,7 @@ class Session:
         self.recorders = Recorders(
             self.journal, self._joined, rank, self.neighbours, self._reach, lambda r: self._lost.get(r, "")
         )
-        self.explaining = Explaining(self.recorders, config, self._joined[0].job, rank, size, self.history)
+        self.explaining = Explaining(self.recorders, config, self.name, rank, size, self.history)
         self._cleanup.callback(self.explaining.close)
         atexit.register(self._at_exit)
         forking.register(self)
@@ -152,7 +163,8 @@ class Session:
                 watchdog = Watchdog(watched, self._presence, self._on_exit, self._look)
                 with contextlib.ExitStack() as failing:
                     failing.callback(watchdog.close)
-                    self._open_journal(self._place, deadline)
+                    places = [self._joined[r].processes for r in self.neighbours]
+                    self._cleanup.enter_context(share_journal(self, self._place, places, deadline))
                     for transport in self.transports:
                         self._cleanup.callback(transport.expose, 0)
                         transport.expose(self.journal.recorder.handle)
@@ -190,6 +202,7 @@ class Session:
             self._told = self.succession.generation
 
     def _abandon_elsewhere(self) -> None:
+        self.applications.close()
         if self._elsewhere is not None:
             self._elsewhere.abandon(served=self.journal.left(self.succession.suspect))
 
@@ -199,10 +212,10 @@ class Session:
 
     def _join_transports(self) -> None:
         """Let the transports begin that this rank needs for any other."""
-        store = PrefixStore("transports", self.store)
         needed = {self._reach.scheme(r) for r in range(self.size) if r != self.rank}
         membership = Membership(
-            self.rank, self.size, len(self.neighbours), store, self._lose_elsewhere, self._on_left, self.device, plugins.cards
+            self.rank, self.size, len(self.neighbours), self._meeting, self._lose_elsewhere, self._on_left, self.device,
+            plugins.cards,
         )  # fmt: skip
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
@@ -216,27 +229,6 @@ class Session:
             if rank == self.rank or rank in self._lost:
                 self.sweep(rank)
         self.close()
-
-    def _open_journal(self, place: GuardedStore, deadline: Deadline) -> None:
-        """Open the host's flight recorders, in one segment of shared memory created by its lowest rank."""
-        first = self.neighbours[0]
-        if self.rank != first:
-            segment = attach(self, place, "name", first, deadline)
-        else:
-            places = tuple(self._joined[rank].processes for rank in self.neighbours)
-            roster = Roster(self._joined[0].job, self.infos, self.neighbours, places, self.config.trace_records)
-            segment = Segment.create(self.config.shm_dir, self.job, journal.size(roster))
-            journal.write(segment.view, roster)
-            with segment.named():
-                place.set("name", segment.name.encode())
-        self._cleanup.callback(segment.close)
-        if place.add("mapped", 1) == len(self.neighbours):
-            segment.unlink()
-        stacks = None
-        with contextlib.suppress(OSError):  # errors can do without stacks
-            stacks = StackFile.take()
-        self.journal.open(segment, self.rank, stacks)
-        self._cleanup.callback(self.journal.close)
 
     def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
         """A part of the job's store in which waits end when `check` raises, or the rank that serves the store dies."""
@@ -434,6 +426,13 @@ class Session:
         self.explaining.note_end(getattr(sys, "last_value", None))
         self.close()
 
+    def hand_over(self) -> Callable[[], None]:
+        """Leave the job that has grown into another one, which uses the same store: returns what closes that."""
+        self.applications.close()
+        kept = self._keeping.pop_all()
+        self.close()
+        return kept.close
+
     def close(self) -> None:
         """Leave the job: close every communicator, stop the threads, unmap memory. Idempotent."""
         with self._lock:
@@ -444,6 +443,7 @@ class Session:
         # The exit stack runs every step, even if an interrupt ends one of them.
         with self._cleanup:
             if self.journal:
+                self._cleanup.callback(self.applications.leave, self.name, self.size, self._lost, self.journal.left)
                 # After the communicators are closed: until then others may wait for operations that this rank has begun.
                 self._cleanup.callback(self.journal.recorder.live, Life.CLOSED)
             for context in self._open_contexts():

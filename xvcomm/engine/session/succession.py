@@ -59,16 +59,16 @@ class Succession:
         self._answered = False
         self._moving = threading.Lock()
 
-    def open(self, places: Sequence[Place], first_serves: bool) -> None:
+    def open(self, places: Sequence[Place], server: int | None) -> None:
         """Learn where each rank can serve a successor.
 
         Args:
             places: by rank. Local ones are of use only if all are.
-            first_serves: whether the store ends with rank 0.
+            server: the rank with which the store ends; None if it ends with no rank.
         """
         usable = all(place.local for place in places)
         self._addresses = [place.address if usable or not place.local else "" for place in places]
-        self.server = 0 if first_serves else None
+        self.server = server
 
     @property
     def suspect(self) -> int:

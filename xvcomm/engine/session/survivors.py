@@ -1,4 +1,4 @@
-"""Agreement of a communicator's ranks, through the job's store, on those that go on without the ones that are gone."""
+"""Agreement of a communicator's ranks, through the job's store, on who goes on: those that are left, and who joins them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from xvcomm.abc.store import NotSet, PrefixStore
+from xvcomm.engine.session.applications import Applicant
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.types.deadline import Deadline
@@ -28,16 +29,27 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         late: the ranks that did not come in time.
         token: differs from round to round.
         by: the rank that has decided.
+        newcomers: the processes that join; none unless all members are left and take processes in.
+        applied: the number of applications that are decided with it; see `Applications.note`.
     """
 
     members: tuple[int, ...]
     late: tuple[int, ...]
     token: str
     by: int
+    newcomers: tuple[Applicant, ...] = ()
+    applied: int = 0
+
+
+class _Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says when it comes: which ranks it has lost, and whether it takes processes in."""
+
+    lost: tuple[int, ...]
+    grows: bool
 
 
 _decode_decision = msgspec.msgpack.Decoder(Decision).decode
-_decode_ranks = msgspec.msgpack.Decoder(tuple[int, ...]).decode
+_decode_arrival = msgspec.msgpack.Decoder(_Arrival).decode
 
 
 class Survivors:
@@ -55,13 +67,16 @@ class Survivors:
         self.path = path
         self._session, self._rounds, self._generation = session, 0, b""
 
-    def agree(self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None]) -> Decision:
+    def agree(
+        self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None], *, grows: bool
+    ) -> Decision:
         """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
 
         Args:
             ranks: of the communicator, in its order.
             departed: those of them that have closed it, as far as this rank knows; without those that have come, afterwards.
             come: called once the others know that this rank has come.
+            grows: whether this rank takes in processes that have applied; none are if one of the ranks does not.
 
         Raises:
             DeadlineExceeded: the store did not answer in time.
@@ -76,7 +91,7 @@ class Survivors:
                     self._generation, self._rounds = session.succession.generation, 0
                     departed.clear()  # a rank that has come in another store has closed the communicator, too
                 place = f"shrink/{self.path}/{self._rounds}"
-                decision = _Round(session, place, ranks, deadline).run(departed, come)
+                decision = _Round(session, place, ranks, deadline, grows).run(departed, come)
             except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
                 if deadline.expired():
                     raise
@@ -94,10 +109,11 @@ class _Round:
 
     Args:
         place: prefix of its keys in the store.
+        ranks, grows: see `Survivors.agree`.
     """
 
-    def __init__(self, session: Session, place: str, ranks: Sequence[int], deadline: Deadline) -> None:
-        self._session, self._place, self._ranks = session, PrefixStore(place, session.store), ranks
+    def __init__(self, session: Session, place: str, ranks: Sequence[int], deadline: Deadline, grows: bool) -> None:
+        self._session, self._place, self._ranks, self._grows = session, PrefixStore(place, session.store), ranks, grows
         self._deadline, self._begun = deadline, time.monotonic()
         self._gone: set[int] = set()
         self._doubted = False
@@ -107,7 +123,8 @@ class _Round:
         session, place = self._session, self._place
         departed -= {rank for rank in departed if self._came(rank)}  # a rank that has come has closed it, too
         self._gone = set(departed)
-        place.set(f"here/{session.rank}", msgspec.msgpack.encode(sorted(self._lost())), self._deadline)
+        mine = _Arrival(tuple(sorted(self._lost())), self._grows)
+        place.set(f"here/{session.rank}", msgspec.msgpack.encode(mine), self._deadline)
         come()
         while not session.succession.due():
             gone = self._lost()
@@ -145,7 +162,8 @@ class _Round:
             except NotSet:
                 return None
         infos = self._session.infos
-        told = {rank: _decode_ranks(self._place.get(f"here/{rank}", self._soon())) for rank in left}
+        came = {rank: _decode_arrival(self._place.get(f"here/{rank}", self._soon())) for rank in left}
+        told = {rank: arrival.lost for rank, arrival in came.items()}
         for rank, others in told.items():  # a rank of the same host knows it
             self._gone.update(other for other in others if infos[other].host == infos[rank].host)
         if self._gone.intersection(left):
@@ -154,14 +172,19 @@ class _Round:
         if len(members) < len(left) and not self._settled():
             time.sleep(self._deadline.sooner(_LOOK_SECONDS))
             return None
-        return self._decide(members, ())
+        if len(members) < len(self._ranks) or not all(arrival.grows for arrival in came.values()):
+            return self._decide(members, ())
+        return self._decide(members, (), *self._session.applications.waiting(self._deadline))
 
     def _settled(self) -> bool:
         """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
         return self._deadline.expired() or time.monotonic() - self._begun > _DISCORD_SECONDS
 
-    def _decide(self, members: Sequence[int], late: Sequence[int]) -> Decision:
-        mine = Decision(tuple(members), tuple(late), secrets.token_hex(4), self._session.rank)
+    def _decide(
+        self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[Applicant] = (), applied: int = 0
+    ) -> Decision:
+        token, own = secrets.token_hex(4), self._session.rank
+        mine = Decision(tuple(members), tuple(late), token, own, tuple(newcomers), applied)
         # Beyond the deadline, since the others are to learn of it.
         settling = Deadline.after(max(self._deadline.left(), _DISCORD_SECONDS))
         return _decode_decision(self._place.decide("decision", msgspec.msgpack.encode(mine), settling))

@@ -26,15 +26,25 @@ _KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLos
 T = TypeVar("T")
 
 
-class _Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error that `fail` was given: its class, one of `_KINDS`, its text, and the rank of the job that it names."""
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """PeerLost, DeadlineExceeded or Aborted for other ranks: its class, its text, and the rank of the job that it names."""
 
     kind: str
     text: str
     peer: int | None = None
 
+    @classmethod
+    def of(cls, error: XvcommError) -> Failure:
+        """What becomes of an error of one of these classes."""
+        kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+        return cls(kind, str(error), error.peer)
 
-_decode_failure = msgspec.msgpack.Decoder(_Failure).decode
+    def error(self) -> XvcommError:
+        """The error that another rank raises."""
+        return _KINDS[self.kind](self.text, peer=self.peer)
+
+
+_decode_failure = msgspec.msgpack.Decoder(Failure).decode
 
 
 class GuardedStore(PrefixStore):
@@ -58,9 +68,7 @@ class GuardedStore(PrefixStore):
         Args:
             error: PeerLost, DeadlineExceeded, or Aborted; its text and `peer` are passed on.
         """
-        kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-        failure = msgspec.msgpack.encode(_Failure(kind, str(error), error.peer))
-        super().set(_FAILURE, failure, Deadline.after(_FAILURE_SECONDS))
+        super().set(_FAILURE, msgspec.msgpack.encode(Failure.of(error)), Deadline.after(_FAILURE_SECONDS))
 
     def check(self) -> None:
         """Raise the error that a rank reported by `fail`, else what the `check` function raises.
@@ -75,10 +83,9 @@ class GuardedStore(PrefixStore):
     def failure(self, deadline: Deadline) -> XvcommError | None:
         """The error that a rank reported by `fail`, if one did."""
         try:
-            found = _decode_failure(super().get(_FAILURE, Deadline.after(deadline.sooner(0))))
+            return _decode_failure(super().get(_FAILURE, Deadline.after(deadline.sooner(0)))).error()
         except DeadlineExceeded:
             return None
-        return _KINDS[found.kind](found.text, peer=found.peer)
 
     def settle(self) -> None:
         """See `Store.settle`. Calls `check` repeatedly for a while, because it may learn of a failure a moment later."""

@@ -47,6 +47,7 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     late: str = ""
     wrong: str = ""
     failed: str = ""
+    peer: int | None = None
 
 
 _decode_entry, _decode_verdict = msgspec.msgpack.Decoder(_Entry).decode, msgspec.msgpack.Decoder(_Verdict).decode
@@ -96,9 +97,9 @@ def join_barrier(
     if verdict.wrong:
         raise ConfigError(verdict.wrong, rank=rank)
     if verdict.failed:
-        raise Aborted(verdict.failed, rank=rank)
+        raise Aborted(verdict.failed, rank=rank, peer=verdict.peer)
     if verdict.late:
-        raise DeadlineExceeded(verdict.late, rank=rank)
+        raise DeadlineExceeded(verdict.late, rank=rank, peer=verdict.peer)
     return verdict.infos
 
 
@@ -106,7 +107,7 @@ def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK)
     """Make the ranks that wait in `join_barrier` fail: this rank cannot take part, because of `error`."""
     text = f"{noun.noun} {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
     with contextlib.suppress(XvcommError):
-        _decide(store, _Verdict(failed=text))
+        _decide(store, _Verdict(failed=text, peer=rank))
 
 
 def _who() -> str:
@@ -190,4 +191,4 @@ def _give_up(store: Store, size: int, noun: Noun) -> _Verdict:
         f"{noun.noun}{'' if len(absent) == 1 else 's'} {names} of {size} did not join in time; were they started, and do "
         "they use the same store? A larger XVCOMM_TIMEOUT gives them more time"
     )
-    return _decide(store, _Verdict(late=text))
+    return _decide(store, _Verdict(late=text, peer=absent[0]))

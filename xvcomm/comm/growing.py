@@ -1,0 +1,252 @@
+"""Makes a job of the ranks of another one and of processes that have applied to join it: all of them make it, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from xvcomm.abc.store import NotSet, Store
+from xvcomm.comm.shrinking import Shrinking
+from xvcomm.config import Config
+from xvcomm.engine.context import Context
+from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered
+from xvcomm.engine.session.session import Session
+from xvcomm.engine.session.survivors import Decision
+from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.rendezvous.store.guarded import Failure, GuardedStore, cause
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.opcode import OpCode
+
+_LOOK_SECONDS = 0.1
+_APPLICANTS_SECONDS = 0.3
+_SETTLE_SECONDS = 2.0
+"""How long the store may take to keep the outcome after the deadline, since the others are to learn of it."""
+
+
+class _Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """Why there is no grown job; or that there is one."""
+
+    failure: Failure | None = None
+
+
+_decode_outcome = msgspec.msgpack.Decoder(_Outcome).decode
+
+
+class Attempt:
+    """One attempt of members and newcomers to make the job that they agreed on. The store keeps one outcome for all.
+
+    Ranks are those of the grown job.
+
+    Args:
+        applications: to the grown job.
+        lost: the ranks that have ended, as far as this process knows, in words.
+        unreachable: see `GuardedStore`.
+    """
+
+    def __init__(
+        self, offer: Offer, applications: Applications, config: Config, deadline: Deadline,
+        lost: Callable[[], Mapping[int, str]] = dict[int, str], unreachable: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._rank, self._size, self._config, self._deadline = offer.rank, len(offer.numbers), config, deadline
+        self._lost, self._kept, self._over = lost, contextlib.ExitStack(), False
+        self._growth = Growth(offer.numbers, applications, self._check)
+        self._place = GuardedStore(f"grown/{offer.token}", applications.store, lambda: None, unreachable)
+
+    def run(self) -> Context | Failure:
+        """The grown job's communicator; or why there is none, if that is not this process's own failure, which is raised."""
+        session = None
+        try:
+            session = Session(
+                self._place, self._rank, self._size, self._config, self._deadline, self._kept.close, self._growth
+            )
+            made = Context(session, "0", tuple(range(self._size)), self._deadline, OpCode.INIT)
+            outcome = self._confirm(session)
+            if outcome is None:
+                self._over = True
+                return made
+            raise outcome.error()
+        except BaseException as error:
+            try:
+                outcome = self._settle(error) if isinstance(error, XvcommError) else None
+            finally:
+                if session is not None:
+                    session.give_up(error)
+            if outcome is None or outcome.peer == self._rank:
+                raise
+            return outcome
+
+    def keep(self, close: Callable[[], None]) -> None:
+        """Let a function close the store once the grown job is closed."""
+        self._kept.callback(close)
+
+    def _check(self) -> None:
+        """Raise if the grown job cannot be made any more."""
+        if self._over:
+            return
+        outcome = self._outcome(Deadline.after(0))
+        if outcome is not None:
+            raise outcome.error()
+        for rank, words in self._lost().items():
+            raise PeerLost(words, rank=self._rank, peer=rank)
+
+    def _confirm(self, session: Session) -> Failure | None:
+        """Wait until all have made it; None if they have."""
+        place, deadline = self._place, self._deadline
+        place.set(f"made/{self._rank}", b"", deadline)
+        if place.add("made", 1, deadline) == self._size:
+            return self._decide(_Outcome())
+        while True:
+            try:
+                return _decode_outcome(place.get("outcome", Deadline.after(deadline.sooner(_LOOK_SECONDS)))).failure
+            except NotSet:
+                pass
+            try:
+                self._check()
+            except PeerLost as error:
+                return self._settle(error)
+            gone = next((rank for rank in range(self._size) if session.gone(rank)), None)
+            if gone is not None:
+                return self._settle(PeerLost(f"grow: {session.last_words(gone)}", peer=gone))
+            if deadline.expired():
+                return self._settle(self._late())
+
+    def _late(self) -> DeadlineExceeded:
+        for rank in range(self._size):
+            try:
+                self._place.wait([f"made/{rank}"], Deadline.after(0))
+            except NotSet:
+                return DeadlineExceeded(f"grow: rank {rank} of the grown job did not join in time", peer=rank)
+        return DeadlineExceeded("grow: the store did not answer in time", peer=self._rank)
+
+    def _outcome(self, deadline: Deadline) -> Failure | None:
+        try:
+            return _decode_outcome(self._place.get("outcome", deadline)).failure
+        except NotSet:
+            return None
+
+    def _settle(self, error: XvcommError) -> Failure | None:
+        """The outcome, which is this error if there was none; None if all have made it.
+
+        Raises:
+            XvcommError: this error, if the store cannot keep it.
+        """
+        mine = Failure.of(cause(error, self._rank, socket.gethostname()))
+        try:
+            return self._decide(_Outcome(mine))
+        except XvcommError:
+            raise error from None
+
+    def _decide(self, outcome: _Outcome) -> Failure | None:
+        return _decode_outcome(self._place.decide("outcome", msgspec.msgpack.encode(outcome), self._settling())).failure
+
+    def _settling(self) -> Deadline:
+        return Deadline.after(max(self._deadline.left(), _SETTLE_SECONDS))
+
+
+class Growing:
+    """Takes processes that have applied into a job, together with all its ranks.
+
+    Args:
+        shrinking: of the communicator of all ranks.
+    """
+
+    def __init__(self, shrinking: Shrinking) -> None:
+        self._shrinking, self._session = shrinking, shrinking.context.session
+        self._looked = 0.0
+
+    def run(self, deadline: Deadline) -> Context:
+        """Close the communicator, and make the new one, in another job if there are newcomers.
+
+        Raises:
+            XvcommError: see `Shrinking.run`.
+            PeerLost: a rank is lost; `Shrinking.run` goes on without it.
+        """
+        shrinking = self._shrinking
+        while True:
+            decision = shrinking.decision or shrinking.agree(OpCode.GROW, deadline)
+            gone = shrinking.lost(decision)
+            if gone is not None:
+                shrinking.decision = decision  # on which ranks may act that shrink
+                raise PeerLost(
+                    f"grow: {shrinking.name(gone)} is lost, {self._session.last_words(gone)}; go on without it by shrink()",
+                    rank=self._session.rank, peer=gone, op="grow",
+                )  # fmt: skip
+            if not decision.newcomers:
+                self._session.applications.note(decision.applied)
+                return shrinking.make(decision, OpCode.GROW, deadline)
+            made = self._attempt(decision, deadline)
+            if made is not None:
+                return made
+
+    def _attempt(self, decision: Decision, deadline: Deadline) -> Context | None:
+        """Make the grown job; None if a newcomer has failed, and the ranks are to go on without it."""
+        session, members, newcomers = self._session, decision.members, decision.newcomers
+        before = [session.numbers[rank] for rank in members]
+        given = numbered(before, [each.number for each in newcomers])
+        numbers = tuple(sorted((*before, *given)))
+        place = {number: rank for rank, number in enumerate(numbers)}
+        new = {place[number]: each for number, each in zip(given, newcomers, strict=True)}
+        old = {place[number]: rank for number, rank in zip(before, members, strict=True)}
+        own = place[session.numbers[session.rank]]
+        offer = Offer(decision.token, own, numbers, decision.applied)
+        offers = {each: msgspec.structs.replace(offer, rank=rank) for rank, each in new.items()}
+        if session.rank == members[0]:
+            for each, made_to in offers.items():
+                session.applications.offer(each, made_to, deadline)
+        attempt = Attempt(
+            offer, session.applications.following(decision.applied), session.config, deadline,
+            partial(self._lost, old, new), session.check_store,
+        )  # fmt: skip
+        made = attempt.run()
+        if isinstance(made, Context):
+            self._shrinking.end()
+            attempt.keep(session.hand_over())
+            return made
+        failed = {each: made_to for each, made_to in offers.items() if made_to.rank != made.peer}
+        session.applications.note(decision.applied, failed)
+        if made.peer in new and not deadline.expired():
+            return None
+        error = made.error()
+        error.rank, error.peer, error.op = session.rank, old.get(made.peer) if made.peer is not None else None, "grow"
+        raise error
+
+    def _lost(self, old: Mapping[int, int], new: Mapping[int, Applicant]) -> dict[int, str]:
+        session = self._session
+        lost = {
+            rank: f"grow: {self._shrinking.name(before)} is lost, {session.last_words(before)}"
+            for rank, before in old.items()
+            if session.gone(before)
+        }
+        if not lost and session.rank == old[min(old)] and time.monotonic() - self._looked > _APPLICANTS_SECONDS:
+            ended = session.applications.ended(list(new.values()))
+            lost = {rank: f"grow: {each.who} has ended, which joined" for rank, each in new.items() if each in ended}
+            self._looked = time.monotonic()
+        return lost
+
+
+def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close: Callable[[], None]) -> Context:
+    """Join a job that runs, when its ranks call `grow`; blocks until they do.
+
+    Args:
+        store: in which the job has begun.
+        rank: the number that this process wants.
+        on_close: called once, when everything is closed.
+
+    Raises:
+        DeadlineExceeded: they did not in time.
+        Aborted: the job has ended, or its ranks do not take this process.
+    """
+    with contextlib.closing(Application(store, rank, config, deadline)) as application:
+        while True:
+            offer = application.answer(deadline)
+            attempt = Attempt(offer, Applications(store, config, offer.applied), config, deadline)
+            made = attempt.run()
+            if isinstance(made, Context):
+                attempt.keep(on_close)
+                return made
+            application.again(offer.token)

@@ -1,0 +1,258 @@
+"""Processes that apply to join a job that runs: what they and its ranks tell each other through the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from xvcomm.abc.store import NotSet, PrefixStore, Standby, Store
+from xvcomm.config import Config
+from xvcomm.engine.session.joining import host_identity
+from xvcomm.engine.session.presence import Presence
+from xvcomm.engine.session.succession import spare_ports
+from xvcomm.errors import Aborted, DeadlineExceeded, XvcommError
+from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.types.deadline import Deadline
+
+_SETTLE_SECONDS = 1.0
+"""How long an applicant may take between its two requests."""
+_LEAVE_SECONDS = 1.0
+
+
+class Applicant(msgspec.Struct, frozen=True, array_like=True):
+    """A process that applies.
+
+    Attributes:
+        number: the rank that it wants.
+        who: in words.
+        host: see `host_identity`.
+        byte: see `Presence`.
+        address: where it listens as long as it waits, see `Standby`; empty if it does not.
+        name: of its application; another one after each attempt that failed.
+    """
+
+    number: int
+    who: str
+    host: str
+    byte: int
+    address: str
+    name: str
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What the members answer an applicant.
+
+    Attributes:
+        token: of the attempt to make the grown job.
+        rank: in it.
+        numbers: see `Growth`.
+        applied: see `Applications.note`.
+        refusal: why it cannot join; empty if it can.
+    """
+
+    token: str = ""
+    rank: int = 0
+    numbers: tuple[int, ...] = ()
+    applied: int = 0
+    refusal: str = ""
+
+
+_decode_applicant = msgspec.msgpack.Decoder(Applicant).decode
+_decode_offer = msgspec.msgpack.Decoder(Offer).decode
+
+
+class Applications:
+    """The applications to a job, as one of its ranks knows them; all ranks come to know the same, by their agreements.
+
+    Args:
+        store: in which the job has begun.
+        applied: the number of applications that were decided before this rank has joined.
+    """
+
+    def __init__(self, store: Store, config: Config, applied: int = 0) -> None:
+        self.store, self._config = store, config
+        self._place, self._applied = PrefixStore("applying", store), applied
+        self._failed: dict[Applicant, Offer] = {}
+        self._closed = False
+
+    def count(self, deadline: Deadline) -> int:
+        """How many wait, those among them that have ended meanwhile; one request to the store."""
+        return 0 if self._closed else self._counted(deadline) - self._applied + len(self._failed)
+
+    def waiting(self, deadline: Deadline) -> tuple[list[Applicant], int]:
+        """Those that wait and live, as far as can be told, and the number of applications up to now."""
+        if self._closed:
+            return [], self._applied
+        applied, found = self._counted(deadline), list[Applicant]()
+        for each, failed in self._failed.items():
+            self.offer(each, failed, deadline)  # the rank that was to do so may have died before
+            found.append(msgspec.structs.replace(each, name=renamed(each.name, failed.token)))
+        for number in range(self._applied + 1, applied + 1):
+            try:
+                settling = Deadline.after(deadline.sooner(_SETTLE_SECONDS))
+                found.append(_decode_applicant(self._place.get(f"applicant/{number}", settling)))
+            except NotSet:
+                self.refuse(str(number), "it did not say in time who it is; start it again", deadline)
+        ended = self.ended(found)
+        return [each for each in found if each not in ended], applied
+
+    def ended(self, applicants: Sequence[Applicant]) -> list[Applicant]:
+        """Those of some applicants whose processes have ended, as far as this process can tell."""
+        presence, host = Presence.take(self._config.shm_dir), host_identity(self._config.shm_dir, self._config.host)
+        near = [each for each in applicants if each.host == host]
+        listening = {each.address: each for each in applicants if each.address and each not in near}
+        refusing = self._place.ended(listening) if listening else ()
+        return [each for each in near if not presence.held(each.byte)] + [listening[address] for address in refusing]
+
+    def offer(self, applicant: Applicant, offer: Offer, deadline: Deadline) -> None:
+        """Answer an applicant that all members have agreed on, unless another rank has done so."""
+        self._place.decide(f"answer/{applicant.name}", msgspec.msgpack.encode(offer), deadline)
+
+    def refuse(self, name: str, why: str, deadline: Deadline) -> None:
+        """Answer an application that comes to nothing."""
+        self._place.decide(f"answer/{name}", msgspec.msgpack.encode(Offer(refusal=why)), deadline)
+
+    def note(self, applied: int, failed: Mapping[Applicant, Offer] = MappingProxyType({})) -> None:
+        """The members have decided on the applications up to a number.
+
+        Args:
+            failed: those that wait again, with the offer of the attempt that failed.
+        """
+        self._applied, self._failed = applied, dict(failed)
+
+    def following(self, applied: int) -> Applications:
+        """Those to the job that this one grows into, after so many were decided."""
+        return Applications(self.store, self._config, applied)
+
+    def close(self) -> None:
+        """No rank of this job takes processes in any more: it has grown into another one, or the store is lost."""
+        self._closed = True
+
+    def leave(self, job: str, size: int, lost: Collection[int], left: Callable[[int], bool]) -> None:
+        """This rank leaves the job; the last one tells those that still wait that it has ended.
+
+        Only in jobs that have lost ranks or have grown: no process waits in others.
+
+        Args:
+            job, size: see `Session`.
+            lost: ranks that have ended.
+            left: whether such a rank has left before in good order.
+        """
+        if self._closed or not (lost or self._applied):
+            return
+        with contextlib.suppress(XvcommError):
+            soon = Deadline.after(_LEAVE_SECONDS)
+            if self._place.add(f"left/{job}", 1, soon) + sum(not left(rank) for rank in list(lost)) >= size:
+                applied = self._counted(soon)
+                again = [
+                    name
+                    for each, offer in self._failed.items()
+                    for name in (each.name, renamed(each.name, offer.token))
+                ]
+                for name in (*again, *map(str, range(self._applied + 1, applied + 1))):
+                    self.refuse(name, "the job has ended", soon)
+
+    def _counted(self, deadline: Deadline) -> int:
+        try:
+            return int(self._place.get("applied", Deadline.after(0)))
+        except NotSet:
+            return self._applied
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a job that others have grown into knows from the start.
+
+    Attributes:
+        numbers: the number of each rank, by which programs know it: the one in the job that the first ranks joined.
+        applications: to it.
+        check: called while ranks wait for each other in the store; raises if the job cannot be made any more.
+    """
+
+    numbers: tuple[int, ...]
+    applications: Applications
+    check: Callable[[], None]
+
+
+def part(prefix: str, store: Store, growth: Growth | None) -> Store:
+    """A part of a store in which ranks join; waits end early there if the job is one that others have grown into."""
+    return PrefixStore(prefix, store) if growth is None else GuardedStore(prefix, store, growth.check)
+
+
+class Application:
+    """One process's application to join a job that runs. Closing it says that it waits no more.
+
+    Args:
+        store: in which the job has begun.
+        rank: the number that this process wants.
+    """
+
+    def __init__(self, store: Store, rank: int, config: Config, deadline: Deadline) -> None:
+        place = PrefixStore("applying", store)
+        self._place, self._rank = place, rank
+        self._standby: Standby | None = place.standby(spare_ports(config))
+        try:
+            presence = Presence.take(config.shm_dir)
+            number = str(place.add("applied", 1, deadline))
+            mine = Applicant(
+                rank, f"process {os.getpid()} on {socket.gethostname()}", host_identity(config.shm_dir, config.host),
+                presence.byte, self._standby.address if self._standby is not None else "", number,
+            )  # fmt: skip
+            self._name = number
+            place.set(f"applicant/{number}", msgspec.msgpack.encode(mine), deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, deadline: Deadline) -> Offer:
+        """Wait until the members answer.
+
+        Raises:
+            DeadlineExceeded: they did not in time.
+            Aborted: they do not take this process.
+        """
+        try:
+            found = _decode_offer(self._place.get(f"answer/{self._name}", deadline))
+        except NotSet:
+            raise DeadlineExceeded(
+                "the ranks of the job did not call grow() in time; they take processes in only there. A larger "
+                "XVCOMM_TIMEOUT lets this one wait longer",
+                rank=self._rank, op="init",
+            ) from None  # fmt: skip
+        if found.refusal:
+            raise Aborted(f"this process cannot join: {found.refusal}", rank=self._rank, op="init")
+        return found
+
+    def again(self, token: str) -> None:
+        """Apply once more, after an attempt failed that others have ended."""
+        self._name = renamed(self._name, token)
+
+    def close(self) -> None:
+        """Wait no more. Idempotent."""
+        if self._standby is not None:
+            self._standby.close()
+
+
+def renamed(name: str, token: str) -> str:
+    """The name of an application after an attempt that failed."""
+    return f"{name}-{token}"
+
+
+def numbered(members: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """The numbers of those that join: what each wants, if that is free, or else the next one after all others.
+
+    Args:
+        members: the numbers that are taken.
+    """
+    taken, found = set(members), []
+    for number in wanted:
+        given = max((*taken, *wanted)) + 1 if number in taken else number
+        taken.add(given)
+        found.append(given)
+    return found
