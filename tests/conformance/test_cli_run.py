@@ -388,3 +388,50 @@ def test_none_goes_on(script):
 def test_survive_on_several_hosts(script):
     code, _, err = finish("--nnodes", "2", "--node-rank", "0", "--master", "localhost", "--survive", script(""))
     assert code and "--survive works on one host only" in err
+
+
+COME_BACK = """
+import numpy, xvcomm
+again = bool(os.environ.get("XVCOMM_REJOIN"))
+comm = xvcomm.init()
+if again:
+    print("again", rank, flush=True)
+while comm.size < 3 or not again:
+    try:
+        if rank == 1 and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.size == 3 and comm.all_reduce(numpy.ones(1) * again)[0]:
+            break
+        if comm.size < 3 and comm.broadcast_object(comm.applicants() if comm.rank == 0 else None, 0):
+            comm = comm.grow()
+            break
+    except xvcomm.PeerLost:
+        comm = comm.shrink()
+print(int(comm.all_reduce(numpy.ones(1))[0]), "of", comm.size, flush=True)
+comm.close()
+"""
+
+
+def test_a_killed_rank_comes_back(script):
+    """With --max-restarts it is started again, and joins the others."""
+    env = {**ENV, "XVCOMM_DEVICE": "host"}
+    options = "-n", "3", "--no-prefix", "--survive", "--max-restarts", "1"
+    code, out, err = finish(*options, script(COME_BACK), env=env)
+    assert code == 0 and sorted(out.splitlines()) == ["3 of 3"] * 3 + ["again 1"], out + err
+    assert "rank 1 was killed by SIGKILL; the others go on, and it is started again" in err
+
+
+def test_restarts_end(script):
+    """A rank that fails each time is started again so often as was said, and none when all others have ended."""
+    program = script("print(rank, flush=True)\nif rank == 0:\n    time.sleep(3)\nelse:\n    sys.exit(3)")
+    code, out, err = finish("-n", "2", "--no-prefix", "--survive", "--max-restarts", "2", program)
+    assert code == 0 and sorted(out.split()) == ["0", "1", "1", "1"]
+    assert err.count("it is started again") == 2 and err.count("the others go on") == 3
+    program = script("print(rank, flush=True)\nif rank == 1:\n    time.sleep(1)\n    sys.exit(3)")
+    code, out, err = finish("-n", "2", "--no-prefix", "--survive", "--max-restarts", "2", program)
+    assert code == 0 and sorted(out.split()) == ["0", "1"] and "started again" not in err
+
+
+def test_restarts_without_survivors(script):
+    code, _, err = finish("-n", "2", "--max-restarts", "1", script(""))
+    assert code and "--max-restarts needs --survive" in err

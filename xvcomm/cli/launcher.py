@@ -9,11 +9,11 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
 
+from xvcomm.cli.ending import Others, Outcome, Stop
 from xvcomm.cli.output import Outlet, RankStream, outlets, prefixes
 from xvcomm.errors import ResourceError
 
@@ -38,60 +38,6 @@ class RankSpec:
     env: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        code: exit code of the launcher: the first failing rank's, or 128 + signal.
-        reason: what failed first, ignoring failures caused by another rank, in words: "rank 1 ended with exit code 2".
-        signal: the signal sent to the launcher that ended the job, or None.
-        last_words: the failing rank's last lines on stderr (on stdout if stderr is empty); None if no rank failed.
-        consequence: whether another rank caused the failure.
-    """
-
-    code: int
-    reason: str = ""
-    signal: signal.Signals | None = None
-    last_words: tuple[bytes, ...] | None = None
-    consequence: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Why a launcher ends its ranks: a failure in words, or a signal that it was sent."""
-
-    reason: str
-    signal: signal.Signals | None = None
-
-
-class Others(Protocol):
-    """The launchers of the job's other hosts."""
-
-    @property
-    def news(self) -> int:
-        """A descriptor that is ready when `hear` has something to tell."""
-
-    @property
-    def hostname(self) -> str:
-        """Name of this host."""
-
-    def hear(self) -> Iterable[Stop]:
-        """What ends the job on other hosts; does not block."""
-
-    def stop(self, stop: Stop) -> None:
-        """Tell them that this launcher ends its ranks."""
-
-    def end(self, outcome: Outcome) -> None:
-        """Tell them that the ranks of this launcher have ended."""
-
-    def over(self) -> float:
-        """Until when to wait for their ends, on the monotonic clock; -inf once all have ended."""
-
-    def outcome(self) -> Outcome:
-        """How the whole job ended."""
-
-
 @dataclass(slots=True)
 class _Rank:
     process: subprocess.Popen[bytes]
@@ -112,14 +58,16 @@ class Job:
         first: rank of the first of them.
         others: the launchers of other hosts, with which this one ends.
         survive: whether the other ranks go on when one fails.
+        restarts: how often each rank that fails is started again meanwhile, to join the others.
     """
 
     def __init__(
         self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE, first: int = 0,
-        others: Others | None = None, survive: bool = False,
+        others: Others | None = None, survive: bool = False, restarts: int = 0,
     ) -> None:  # fmt: skip
         self._specs, self._first, self._others = specs, first, others
         self._prefix, self._survive = prefix, survive
+        self._left = [restarts] * len(specs)
         self._grace = grace
         self._ranks: list[_Rank] = []
         self._selector = selectors.PollSelector()
@@ -168,17 +116,32 @@ class Job:
     def _start(self) -> None:
         labels = [spec.label for spec in self._specs]
         blank = [b""] * len(labels)
-        out, err = (prefixes(labels, o.colour, self._first) if self._prefix else blank for o in self._outlets)
+        self._prefixes = [prefixes(labels, o.colour, self._first) if self._prefix else blank for o in self._outlets]
         for number, spec in enumerate(self._specs):
-            streams = RankStream(self._outlets[0], out[number]), RankStream(self._outlets[1], err[number])
-            process = self._spawn(number, spec)
-            self._ranks.append(_Rank(process, *streams))
-            for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
-                assert pipe is not None
-                fd = os.dup(pipe.fileno())
-                pipe.close()
-                self._open[fd] = stream
+            self._ranks.append(self._rank(number, spec))
+
+    def _rank(self, number: int, spec: RankSpec) -> _Rank:
+        """Start a rank, and forward what it writes."""
+        out, err = (
+            RankStream(outlet, each[number]) for outlet, each in zip(self._outlets, self._prefixes, strict=True)
+        )
+        process = self._spawn(number, spec)
+        for pipe, stream in ((process.stdout, out), (process.stderr, err)):
+            assert pipe is not None
+            fd = os.dup(pipe.fileno())
+            pipe.close()
+            self._open[fd] = stream
+            if not self._paused:
                 self._selector.register(fd, selectors.EVENT_READ)
+        return _Rank(process, out, err)
+
+    def _restart(self, number: int) -> None:
+        """Start a rank that has failed again; it joins the others when they grow."""
+        self._left[number] -= 1
+        before, spec = self._ranks[number], self._specs[number]
+        self._signal_group(before, signal.SIGKILL)
+        before.process.wait()
+        self._ranks[number] = self._rank(number, replace(spec, env={**spec.env, "XVCOMM_REJOIN": "1"}))
 
     @staticmethod
     def _spawn(number: int, spec: RankSpec) -> subprocess.Popen[bytes]:
@@ -319,7 +282,10 @@ class Job:
         if self._survive:
             self._failed.append(number)
             if any(rank.code is None for rank in self._ranks):
-                self.say(f"{self._describe(number)}; the others go on")
+                again = self._left[number] > 0
+                self.say(f"{self._describe(number)}; the others go on" + (", and it is started again" if again else ""))
+                if again:
+                    self._restart(number)
             return
         if not self._failing:
             self._end_job(Stop(self._describe(number)))

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.cli.launcher import FAILURE_GRACE, Outcome, Stop
+from xvcomm.cli.ending import Outcome, Stop
+from xvcomm.cli.launcher import FAILURE_GRACE
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, StoreError, XvcommError
 from xvcomm.rendezvous.store import TcpServer, TcpStore, need_secret

@@ -16,7 +16,8 @@ from typing import Annotated
 
 import typer
 
-from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job, Outcome, RankSpec, signal_name
+from xvcomm.cli.ending import Outcome
+from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job, RankSpec, signal_name
 from xvcomm.cli.nodes import Nodes, Place, join
 from xvcomm.cli.output import prefixes
 from xvcomm.config import Config
@@ -64,21 +65,33 @@ def run(
             "--survive", help="Let the other ranks go on when one fails, by Communicator.shrink. One host only."
         ),
     ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="With --survive, start each rank that fails again, so often; it joins by Communicator.grow."
+        ),
+    ] = 0,
 ) -> None:
     """Run a job: N ranks on this host, merged output, one exit code.
 
     Without -n, --islands determines the number of ranks; without both there is one rank per core. The first rank that fails
     ends the others; its last lines are printed last and its exit code is the command's. With --survive the others go on, and the
-    command succeeds if one of them does.
+    command succeeds if one of them does. With --max-restarts ranks that fail are started again, and join the others when these
+    grow.
 
     A job on several hosts is started on each of them, by the same command but for --node-rank and -n.
     """
+    if max_restarts and not survive:
+        raise ArgumentError(
+            "--max-restarts needs --survive: the other ranks go on meanwhile, and take the rank in again"
+        )
     place = Place.parse(nnodes, node_rank, master)
     extra = {} if replace is None else {"XVCOMM_REPLACE": replace.value}
     if place is None:
         labels = rank_labels(ranks, islands)
         argv = resolve(command, module)
-        raise typer.Exit(launch(argv, labels, prefix=prefix, grace=grace, extra=extra, survive=survive))
+        code = launch(argv, labels, prefix=prefix, grace=grace, extra=extra, survive=survive, restarts=max_restarts)
+        raise typer.Exit(code)
     if survive:
         raise ArgumentError("--survive works on one host only; drop it, or start the ranks without xvcomm run")
     argv, labels = resolve(command, module), () if islands is None else parse_islands(islands)
@@ -127,6 +140,7 @@ def resolve(command: Sequence[str], module: bool) -> tuple[str, ...]:
 def launch(
     argv: Sequence[str], labels: Sequence[str], *, prefix: bool = True, grace: float = STOP_GRACE,
     extra: Mapping[str, str] = MappingProxyType({}), nodes: Nodes | None = None, survive: bool = False,
+    restarts: int = 0,
 ) -> int:  # fmt: skip
     """Run `argv` once for each label, including the store and the removal of shared memory files; blocks.
 
@@ -138,6 +152,7 @@ def launch(
         extra: additional variables for all ranks.
         nodes: the launchers of the job's other hosts.
         survive: whether the other ranks go on when one fails.
+        restarts: how often each rank that fails is started again meanwhile.
 
     Returns:
         Exit code of the command.
@@ -151,7 +166,9 @@ def launch(
         common = {**terminal_environment(labels, prefix), **common, **extra}
         envs = rank_environments(common, labels, first, size)
         specs = [RankSpec(label, tuple(argv), env) for label, env in zip(labels, envs, strict=True)]
-        with Job(specs, prefix=prefix, grace=grace, first=first, others=nodes, survive=survive) as running:
+        with Job(
+            specs, prefix=prefix, grace=grace, first=first, others=nodes, survive=survive, restarts=restarts
+        ) as running:
             outcome = running.run()
         _report(outcome)
     return outcome.code

@@ -28,9 +28,9 @@ _ROW = np.dtype([
     ("nanoseconds", "i8"),  # of what has ended
     ("lengths", "i8", (len(BOUNDS) + 1,)),  # how many have ended, by their length, the longest last
 ])  # fmt: skip
-_ROWS, _STEPS, _OPERATIONS = 4096, 16, 16
+_ROWS, _STEPS, _OPERATIONS = 4096, 16, 32
 _SHORTEST, _LAST = BOUNDS[0], len(BOUNDS)
-_OP_BITS, _PEER_BITS = 4, 28
+_OP_BITS, _PEER_BITS = 5, 27
 _FIRST_PEER = -ANY_PEER  # added to a peer, to make a key that is not negative
 _MIX = 0x2545F4914F6CDD1D
 _row_at = compiled_at(_ROW)
