@@ -3,9 +3,11 @@
     xvcomm run -n 4 --islands cuda:2,rocm:2 -- examples/train.py --check
     torchrun --nproc-per-node 4 examples/train.py --islands cuda:2,rocm:2 --check
     mpirun -n 4 python examples/train.py --islands cuda:2,rocm:2 --framework torch,jax
+    xvcomm run -n 4 --survive --max-restarts 3 -- examples/train.py --elastic
 
 The text is the source code of Python's standard library, byte by byte. Every parameter is drawn from the seed and its own
 name, so that all layouts, schedules and frameworks train the same model; `--check` verifies this against one process.
+With `--elastic` every rank has the whole model, and training goes on when ranks are killed and come back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import typer
 from llama import report
 from llama.config import AdamW, Model, Part
 from llama.data import Batches, corpus
+from llama.elastic import Elastic
 from llama.layout import Layout, cut, numbers
 from llama.stage import Framework, Stage, framework, mean_loss
 from rich.console import Console
@@ -124,6 +127,23 @@ def train_alone(kind: type[Framework], replicas: int, job: Job, meter: report.Me
     return losses
 
 
+def train_elastically(comm: Communicator, job: Job, out: Path) -> None:
+    """Train the whole model on every rank, whichever are left; the first one writes the log at the end."""
+    kind, replicas = job.framework(comm.topology, comm.rank), discover(os.environ, Config.from_env()).size
+    kind.settle(comm.device, comm.device_index)
+    part = kind(job.model, Part(0, job.model.layers, embeds=True, predicts=True), job.seed, job.optimizer)
+    stage = Stage(part, job.model, job.micro_batches, job.sequences)
+    training = Elastic(comm, part, stage, job.batches(replicas), replicas, job.micro_batches)
+    progress = training.run(job.steps)
+    if training.comm.rank == 0:
+        header = {"elastic": True, "dp": replicas, "steps": job.steps, "model": asdict(job.model), "seed": job.seed}
+        with report.Log(out / "log.jsonl", header) as log:
+            for step, (loss, ranks) in enumerate(zip(progress.losses, progress.ranks, strict=True), 1):
+                log.write({"step": step, "loss": loss, "ranks": ranks})
+        lost = sum(replicas - len(ranks) for ranks in progress.ranks)
+        Console().print(f"loss {progress.losses[-1]:.4f}, shares of samples lost: {lost}; log: {out / 'log.jsonl'}")
+
+
 def lead(comm: Communicator, layout: Layout, job: Job, rehearsal: bool, check: bool, out: Path) -> bool:
     """Rank 0 only: train, print, log, check and plot; returns whether the check passed."""
     console = Console()
@@ -220,18 +240,26 @@ def main(
     sequences: Annotated[int, _training("Sequences a micro-batch.", min=1)] = 2,
     lr: Annotated[float, _training("Learning rate of AdamW.", min=0)] = 1e-3,
     seed: Annotated[int, _training("Seed of parameters and text windows.", min=0)] = 0,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Whole model on every rank; go on when ranks are lost, and with new ones.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Train in one process too; fail if losses differ.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the log and the plot.")] = Path("runs/train"),
 ) -> None:
     """Train a small LLaMA-style decoder on Python's standard library, over any mix of islands."""
     chunks = chunks or (2 if schedule == "interleaved" else 1)
     try:
+        if elastic and (check or (pp or 1) > 1):
+            raise ArgumentError("--elastic has one stage and no --check: drop --pp and --check")
         job = Job(
             Model(layers, dim, heads, kv_heads, hidden, context), AdamW(lr), tuple(names.split(",")), schedule.value,
             micro_batches, sequences, chunks, numbers(layers_per_stage), steps, seed,
         )  # fmt: skip
         label = island_label(islands)
         with xvcomm.init(island=label) as comm:
+            if elastic:
+                train_elastically(comm, job, out)
+                return
             layout = Layout.over(comm.topology, pp, dp)
             if comm.rank != 0:
                 train(comm, layout, job, None)

@@ -67,6 +67,16 @@ class JaxPart:
         """One AdamW step; `step` counts from 1."""
         self.parameters, self._moments = self._update(self.parameters, gradients, self._moments, jnp.float32(step))
 
+    def state(self) -> dict[str, tuple[Any, ...]]:
+        """Each parameter with its two moments, in host memory."""
+        return jax.device_get({name: (p, *self._moments[name]) for name, p in self.parameters.items()})
+
+    def load(self, state: dict[str, tuple[Any, ...]]) -> None:
+        """Continue from the state of another rank."""
+        arrays = jax.tree.map(jnp.asarray, state)
+        self.parameters = {name: each[0] for name, each in arrays.items()}
+        self._moments = {name: each[1:] for name, each in arrays.items()}
+
 
 def _forward(model: Model, part: Part, parameters: Parameters, x: Any, targets: Any) -> tuple[jax.Array, Any]:
     """The output and its vector-Jacobian product, which is a pytree and so can be returned by a compiled function."""

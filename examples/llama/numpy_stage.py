@@ -28,7 +28,7 @@ class NumpyPart:
         self.part = part
         self.parameters = initial_parameters(model, part, seed)
         self._optimizer = optimizer
-        self._moments = {name: (np.zeros_like(p), np.zeros_like(p)) for name, p in self.parameters.items()}
+        self._moments = {name: [np.zeros_like(p), np.zeros_like(p)] for name, p in self.parameters.items()}
         self._decoder = Decoder(model, self.parameters)
 
     @staticmethod
@@ -83,6 +83,15 @@ class NumpyPart:
             parameter = self.parameters[name]
             new, *self._moments[name] = self._optimizer.update(parameter, gradient, *self._moments[name], step)
             self.parameters[name] = new
+
+    def state(self) -> dict[str, tuple[Array, ...]]:
+        """Each parameter with its two moments."""
+        return {name: (parameter, *self._moments[name]) for name, parameter in self.parameters.items()}
+
+    def load(self, state: dict[str, tuple[Array, ...]]) -> None:
+        """Continue from the state of another rank."""
+        for name, (parameter, *moments) in state.items():
+            self.parameters[name], self._moments[name] = parameter, moments
 
 
 class Decoder:

@@ -67,6 +67,12 @@ class Framework(Protocol):
     def update(self, gradients: dict[str, Any], step: int) -> None:
         """One AdamW step on all parameters; `step` counts from 1."""
 
+    def state(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """Each parameter with its two moments, in host memory."""
+
+    def load(self, state: dict[str, tuple[np.ndarray, ...]]) -> None:
+        """Continue from what `state` returned on another rank."""
+
 
 def framework(name: str) -> type[Framework]:
     """The class that implements parts in the framework `name`; imports that framework.

@@ -22,7 +22,7 @@ class TorchPart:
         self.parameters = {name: torch.as_tensor(p).requires_grad_() for name, p in initial.items()}
         self._decoder = Decoder(model, self.parameters)
         self._optimizer = optimizer
-        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.parameters.items()}
+        self._moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in self.parameters.items()}
 
     @staticmethod
     def settle(device: str, index: int) -> None:
@@ -70,6 +70,18 @@ class TorchPart:
                 parameter = self.parameters[name]
                 new, *self._moments[name] = self._optimizer.update(parameter, gradient, *self._moments[name], step)
                 parameter.copy_(new)
+
+    def state(self) -> dict[str, tuple[Any, ...]]:
+        """Each parameter with its two moments, in host memory."""
+        tensors = {name: (parameter.detach(), *self._moments[name]) for name, parameter in self.parameters.items()}
+        return {name: tuple(tensor.cpu().numpy() for tensor in each) for name, each in tensors.items()}
+
+    def load(self, state: dict[str, tuple[Any, ...]]) -> None:
+        """Continue from the state of another rank."""
+        with torch.no_grad():
+            for name, (parameter, *moments) in state.items():
+                self.parameters[name].copy_(torch.as_tensor(parameter))
+                self._moments[name] = [torch.as_tensor(moment) for moment in moments]
 
 
 class Decoder:

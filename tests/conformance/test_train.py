@@ -207,3 +207,92 @@ def test_invalid_settings_are_rejected(tmp_path: Path, arguments: tuple[str, ...
     assert code == 1
     assert "Traceback" not in out
     assert words in " ".join(out.split())
+
+
+KILLED, AWAY, ELASTIC_STEPS = 4, 3, 16
+"""Step in which rank 1 dies; how many steps the others take without it; all steps."""
+
+DISTURBED = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(TRAIN).parent)!r})
+import train, typer
+from llama import elastic
+from xvcomm.errors import PeerLost
+
+def step(self, real=elastic.Elastic._step):
+    if not os.environ.get("XVCOMM_REJOIN") and self.comm.job_ranks[self.comm.rank] == 1 and self.progress.step == {KILLED}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self)
+
+def awaited(self, real=elastic.Elastic._awaited):
+    if self.comm.size == 4:
+        return real(self)
+    if self.progress.step < {KILLED + AWAY}:
+        return False
+    while not real(self):
+        time.sleep(0.02)
+    return True
+
+elastic.Elastic._step, elastic.Elastic._awaited = step, awaited
+typer.run(train.main)
+"""
+
+
+def elastic(folder: Path, script: str) -> list[dict]:
+    """The steps of an elastic run on four ranks."""
+    options = "-n", "4", "--survive", "--max-restarts", "1"
+    sizes = *SMALL[:-1], str(ELASTIC_STEPS), "--micro-batches", "2"
+    code, out = run(
+        sys.executable, "-m", "xvcomm", "run", *options, "--", script, *sizes, "--elastic", "--out", str(folder)
+    )
+    assert code == 0, out
+    header, *steps = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert header["dp"] == 4
+    return steps
+
+
+REFERENCE = f"""
+import json, sys
+sys.path.insert(0, {str(Path(TRAIN).parent)!r})
+import numpy as np
+from llama.config import AdamW, Model, Part
+from llama.data import Batches, corpus
+from llama.numpy_stage import NumpyPart
+from llama.stage import Stage
+ranks = json.loads(sys.argv[1])
+model = Model(4, 16, 4, 2, 24, 16)
+part, batches = NumpyPart(model, Part(0, 4, True, True), 0, AdamW(1e-3)), Batches(corpus(), 8, 16, 0)
+for step, there in enumerate(ranks, 1):
+    windows = np.concatenate([batches.step(step).reshape(4, 2, 1, -1)[rank] for rank in there])
+    stage = Stage(part, model, len(windows), 1)
+    stage.begin(windows)
+    losses = []
+    for i in range(len(windows)):
+        losses.append(float(stage.forward(None, i)))
+        stage.backward(None, i)
+    stage.update(step)
+    print(sum(losses) / len(losses))
+"""
+
+
+def test_elastic(tmp_path: Path) -> None:
+    """A rank that is killed costs its samples and nothing else, until it is back."""
+    script = tmp_path / "disturbed.py"
+    script.write_text(DISTURBED)
+    disturbed, usual = elastic(tmp_path / "disturbed", str(script)), elastic(tmp_path / "usual", TRAIN)
+    ranks = [step["ranks"] for step in disturbed]
+    assert ranks == [
+        [0, 1, 2, 3] if not KILLED <= i < KILLED + AWAY else [0, 2, 3] for i in range(1, ELASTIC_STEPS + 1)
+    ]
+    code, out = run(sys.executable, "-c", REFERENCE, json.dumps(ranks))
+    assert code == 0, out
+    losses, undisturbed = [step["loss"] for step in disturbed], [step["loss"] for step in usual]
+    assert losses == pytest.approx([float(line) for line in out.split()], rel=1e-4)
+    assert losses[: KILLED - 1] == pytest.approx(undisturbed[: KILLED - 1], rel=1e-6)
+    assert losses[-1] == pytest.approx(undisturbed[-1], rel=0.02) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("arguments", [("--pp", "2"), ("--check",)])
+def test_elastic_refuses(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code, out = run(sys.executable, TRAIN, *SMALL, "--elastic", *arguments, "--out", str(tmp_path))
+    assert code == 1 and "--elastic has one stage and no --check" in " ".join(out.split())
