@@ -46,6 +46,7 @@ def install() -> None:
     _let_timeouts_be_set()
     _give_builtin_hooks_a_future()
     _give_reducers_a_work_of_cpp()
+    _keep_shrunk_groups()
     for kind in device_types():
         library.impl(_OPERATION, _all_gather_into_tensor_out, torch._C._dispatch_key_for_device(kind))
 
@@ -104,6 +105,28 @@ def _open_monitored_barrier() -> None:
             theirs(group, timeout, wait_all_ranks)
 
     dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _keep_shrunk_groups() -> None:
+    """Let `shrink_group` return what `ProcessGroup.shrink` does; torch would register that as a C++ backend of a new group."""
+    c10d = dist.distributed_c10d
+    theirs = getattr(c10d, "_create_shrunk_process_group", None)
+    if theirs is None:  # before torch 2.10
+        return
+
+    @functools.wraps(theirs)
+    def create(new_backend: Any, remaining_ranks: list[int], metadata: dict[str, Any], is_default_group: bool) -> Any:
+        if not isinstance(new_backend, ProcessGroup):
+            return theirs(new_backend, remaining_ranks, metadata, is_default_group)
+        if metadata["bound_device_id"] is not None:
+            new_backend.bound_device_id = metadata["bound_device_id"]
+        new_backend._set_group_name(metadata["new_group_name"])
+        new_backend._set_group_desc(
+            "default:shrunken" if is_default_group else f"{metadata['original_group_name']}:shrunk"
+        )
+        return new_backend
+
+    c10d._create_shrunk_process_group = create
 
 
 def _give_reducers_a_work_of_cpp() -> None:

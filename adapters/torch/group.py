@@ -264,6 +264,21 @@ class ProcessGroup(Identity):
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
         return group
 
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> ProcessGroup:
+        """Create a group without some ranks, which do not call this, and without those that are lost.
+
+        Args:
+            shrink_flags: SHRINK_ABORT stops what is under way on all ranks before; SHRINK_DEFAULT does on this one.
+        """
+        if shrink_flags:
+            self.planes.abort("the process group is shrunk")
+        with mapped():
+            planes = self.planes.shrink(ranks_to_exclude, self._group_name, self.options._timeout.total_seconds())
+        comm = planes.comms["main"]
+        return ProcessGroup(
+            planes, self._store, comm.rank, comm.size, self.options._timeout.total_seconds(), self._backend
+        )
+
     def comm_split_count(self) -> int:
         """Number of times that this group was split."""
         return self._splits

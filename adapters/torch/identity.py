@@ -24,7 +24,7 @@ class Identity(dist.ProcessGroup):
     supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
-    supports_shrinking = False
+    supports_shrinking = True
 
     def __init__(self, planes: Planes, store: Any, rank: int, size: int, timeout: float, backend: str) -> None:
         # If the store is passed, pybind11 creates an object without a Python part.

@@ -54,6 +54,12 @@ class Planes:
             comms[kind].timeout = timeout
         return Planes(comms, name)
 
+    def shrink(self, excluded: Sequence[int], name: str, timeout: float) -> Planes:
+        """Create planes of this group's ranks but some, and those that are lost; these are closed."""
+        comms = {kind: comm.shrink(timeout, exclude=excluded) for kind, comm in self.comms.items()}
+        self.close()
+        return Planes(comms, name)
+
     def abort(self, reason: str) -> None:
         """Make every rank leave its operation."""
         for comm in self.comms.values():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from shrinking import BIG, SOON, die, dying_at, own, shrunk, works
 
-from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.errors import Aborted, ArgumentError, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.testing.world import World
@@ -277,6 +277,26 @@ def without_the_departed(comm):
     comm.barrier()
 
 
+def without_one_that_lives(comm):
+    """A rank that hangs can be left out; it learns of it when it shrinks, too."""
+    last = comm.size - 1
+    with pytest.raises(ArgumentError, match="exclude"):
+        comm.shrink(exclude=[comm.rank])
+    with pytest.raises(ArgumentError, match="exclude"):
+        comm.shrink(exclude=[comm.size])
+    group, signals = comm.split(0), Signals(comm)
+    if comm.rank == last:
+        signals.hear("shrunk", range(last))
+        with pytest.raises(Aborted, match="go on without this rank"):
+            group.shrink()
+    else:
+        made = group.shrink(exclude=[last])
+        works(made, range(last))
+        made.close()
+        signals.tell("shrunk")
+    comm.barrier()
+
+
 def of_a_subgroup(comm):
     """The others of the job take no part, and their communicators work."""
     if comm.rank == 0:
@@ -303,8 +323,12 @@ def wait_for_one_that_shrinks(comm):
 
 
 @pytest.mark.parametrize(
-    "check", [after_errors, wait_in_vain, without_the_departed, of_a_subgroup, wait_for_one_that_shrinks]
-)
+    "check",
+    [
+        after_errors, wait_in_vain, without_the_departed, without_one_that_lives, of_a_subgroup,
+        wait_for_one_that_shrinks,
+    ],
+)  # fmt: skip
 def test_living_ranks(check):
     with World(3) as world:
         world.run(check)

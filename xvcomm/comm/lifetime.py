@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Self
 
 from xvcomm.comm.growing import Growing
@@ -40,7 +40,7 @@ class Lifetime:
         """Make every rank leave its operation and raise Aborted with `reason`. Thread-safe."""
         self._context.lifecycle.abort(Reason.ABORTED.word(self.rank, self.rank), reason)
 
-    def shrink(self, timeout: float | None = None) -> Self:
+    def shrink(self, timeout: float | None = None, *, exclude: Collection[int] = ()) -> Self:
         """Create a communicator of the ranks that are left, after ranks were lost, without a restart of the processes.
 
         All ranks that are left must call this; it blocks until they have, or are lost too. They keep their order. Also
@@ -50,14 +50,21 @@ class Lifetime:
 
         A rank that has closed this communicator is not waited for, if this rank knows of it.
 
+        Args:
+            exclude: ranks that are left out though they may live, for instance because they hang; the same on all others.
+                One that calls this nevertheless raises Aborted.
+
         Raises:
             DeadlineExceeded: names the ranks that did not call this; on all ranks that did. They can call it again.
             Aborted: the others cannot reach this rank and go on without it; or another rank failed meanwhile.
             PeerLost: the process that served the job's store is lost; restart the job.
             ClosedError: this communicator was closed, or another one has taken its place.
+            ArgumentError: `exclude` has this rank, or a number that is no rank.
         """
+        if self.rank in exclude or not all(0 <= rank < len(self._context.ranks) for rank in exclude):
+            raise ArgumentError(f"exclude={list(exclude)}: expected other ranks of {len(self._context.ranks)}")
         with naming(self._context):
-            made = self._shrinking.run(self._deadline(timeout))
+            made = self._shrinking.run(self._deadline(timeout), [self._context.ranks[rank] for rank in exclude])
         return self._replace_by(made, Shrinking(made, self._shrinking))
 
     def grow(self, timeout: float | None = None) -> Self:

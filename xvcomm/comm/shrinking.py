@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 from xvcomm.engine.context import Context
@@ -35,8 +36,11 @@ class Shrinking:
         self._begun = self._done = False
         self.decision: Decision | None = None
 
-    def run(self, deadline: Deadline) -> Context:
+    def run(self, deadline: Deadline, excluded: Collection[int] = ()) -> Context:
         """Close the communicator, and make the new one together with all ranks that are left.
+
+        Args:
+            excluded: ranks of the job that are left out, though they may live.
 
         Raises:
             XvcommError: names ranks by their numbers in the whole job.
@@ -45,7 +49,7 @@ class Shrinking:
             Aborted: the others have lost this rank, and go on without it; or another rank failed.
         """
         while True:
-            decision = self.decision or self.agree(OpCode.SHRINK, deadline)
+            decision = self.decision or self.agree(OpCode.SHRINK, deadline, excluded)
             self.decision = None
             try:
                 return self.make(decision, OpCode.SHRINK, deadline)
@@ -60,7 +64,7 @@ class Shrinking:
                 if error.peer is not None or deadline.expired():  # else it is the store that does not answer
                     raise
 
-    def agree(self, op: OpCode, deadline: Deadline) -> Decision:
+    def agree(self, op: OpCode, deadline: Deadline, excluded: Collection[int] = ()) -> Decision:
         """Close the communicator, and agree with its ranks on those that go on.
 
         Args:
@@ -71,7 +75,9 @@ class Shrinking:
             lifecycle.ensure_open(op)
             self._departed, self._begun = self._find_departed(deadline), True
         come = partial(lifecycle.close, _REPLACED[op])
-        decision = self._survivors.agree(self._ranks, self._departed, deadline, come, grows=op is OpCode.GROW)
+        decision = self._survivors.agree(
+            self._ranks, self._departed, deadline, come, grows=op is OpCode.GROW, excluded=excluded
+        )
         self._check(decision, op)
         return decision
 

@@ -68,8 +68,9 @@ class Survivors:
         self._session, self._rounds, self._generation = session, 0, b""
 
     def agree(
-        self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None], *, grows: bool
-    ) -> Decision:
+        self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None], *, grows: bool,
+        excluded: Collection[int] = (),
+    ) -> Decision:  # fmt: skip
         """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
 
         Args:
@@ -77,6 +78,7 @@ class Survivors:
             departed: those of them that have closed it, as far as this rank knows; without those that have come, afterwards.
             come: called once the others know that this rank has come.
             grows: whether this rank takes in processes that have applied; none are if one of the ranks does not.
+            excluded: those of the ranks that are left out, though they may live.
 
         Raises:
             DeadlineExceeded: the store did not answer in time.
@@ -91,7 +93,7 @@ class Survivors:
                     self._generation, self._rounds = session.succession.generation, 0
                     departed.clear()  # a rank that has come in another store has closed the communicator, too
                 place = f"shrink/{self.path}/{self._rounds}"
-                decision = _Round(session, place, ranks, deadline, grows).run(departed, come)
+                decision = _Round(session, place, ranks, deadline, grows, excluded).run(departed, come)
             except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
                 if deadline.expired():
                     raise
@@ -109,20 +111,23 @@ class _Round:
 
     Args:
         place: prefix of its keys in the store.
-        ranks, grows: see `Survivors.agree`.
+        ranks, grows, excluded: see `Survivors.agree`.
     """
 
-    def __init__(self, session: Session, place: str, ranks: Sequence[int], deadline: Deadline, grows: bool) -> None:
+    def __init__(
+        self, session: Session, place: str, ranks: Sequence[int], deadline: Deadline, grows: bool,
+        excluded: Collection[int],
+    ) -> None:  # fmt: skip
         self._session, self._place, self._ranks, self._grows = session, PrefixStore(place, session.store), ranks, grows
         self._deadline, self._begun = deadline, time.monotonic()
-        self._gone: set[int] = set()
+        self._gone, self._excluded = set[int](), excluded
         self._doubted = False
 
     def run(self, departed: set[int], come: Callable[[], None]) -> Decision | None:
         """The decision; None if the process has ended that serves the store."""
         session, place = self._session, self._place
         departed -= {rank for rank in departed if self._came(rank)}  # a rank that has come has closed it, too
-        self._gone = set(departed)
+        self._gone = departed.union(self._excluded)
         mine = _Arrival(tuple(sorted(self._lost())), self._grows)
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(mine), self._deadline)
         come()

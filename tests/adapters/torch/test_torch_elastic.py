@@ -1,0 +1,60 @@
+"""torchrun's elastic agent: ranks are killed in mid-step, and training goes on from the last step in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "torch_elastic.py"
+STEPS = 12
+pytestmark = pytest.mark.not_gloo("this backend, by name")
+
+KILLED = f"""
+import os, signal, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import torch, torch_elastic, typer
+
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+victim, number, when = {{"0": ("1", 5, "step"), "1": ("0", 4, "save")}}.get(attempt, ("", 0, ""))
+calls = 0
+
+def dying(real, name):
+    def call(*args, **kwargs):
+        global calls
+        if rank == victim and name == when and (name == "step" or isinstance(args[1], os.PathLike)):
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+
+torch.optim.Adam.step = dying(torch.optim.Adam.step, "step")
+torch_elastic.torch.save = dying(torch.save, "save")
+typer.run(torch_elastic.main)
+"""
+
+
+def train(folder: Path, script: Path, restarts: int) -> list[str]:
+    """What rank 0 prints; the snapshots must be gone."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", str(restarts)]
+    arguments = ["--monitor-interval", "0.05", str(script), "--steps", str(STEPS), "--snapshots", str(folder)]
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(folder.iterdir()) == []
+    return done.stdout.splitlines()
+
+
+def test_killed_ranks_lose_no_step(tmp_path: Path) -> None:
+    """Rank 1 is killed in step 5 before it changes its weights, later rank 0 while it writes its snapshot."""
+    folder, script = tmp_path / "memory", tmp_path / "killed.py"
+    folder.mkdir()
+    script.write_text(KILLED)
+    *begun, loss = train(folder, script, 2)
+    assert begun == ["goes on after step 4", "goes on after step 7"]
+    assert loss.startswith("loss ")
+    assert [loss] == train(folder, EXAMPLE, 0)
