@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -276,6 +277,28 @@ def test_no_address(address: str) -> None:
 def test_a_client_that_says_nothing_does_not_hold_up_others() -> None:
     with xvcomm.init(env={**ALONE, **HERE}) as comm, socket.create_connection(("127.0.0.1", port(comm))):
         assert Scrape(port(comm)).total("xvcomm_info") == 1
+
+
+def test_slow_clients_do_not_hold_up_others() -> None:
+    """Also several, each of which has two seconds."""
+    with xvcomm.init(env={**ALONE, **HERE}) as comm, contextlib.ExitStack() as slow:
+        for _ in range(8):
+            client = slow.enter_context(socket.create_connection(("127.0.0.1", port(comm))))
+            client.sendall(b"GET /metr")
+        begun = time.monotonic()
+        assert Scrape(port(comm)).total("xvcomm_info") == 1
+        assert time.monotonic() - begun < 4  # in turn they would take 16
+
+
+def test_metrics_of_a_job_that_goes_on() -> None:
+    """They are served until the job ends, on one port, while communicators take each other's place."""
+    with xvcomm.init(env={**ALONE, **HERE}) as comm:
+        comm.all_reduce(np.ones(3))
+        made = comm.shrink()
+        assert port(made) == port(comm)
+        made.all_reduce(np.ones(3))
+        assert Scrape(port(made)).total("xvcomm_operations_total") >= 2
+        made.grow().close()
 
 
 def test_without_the_setting_there_is_no_thread() -> None:

@@ -33,7 +33,8 @@ def take_in(comm, count):
 
 def lose(comm, victims):
     """The victims die, and the others shrink."""
-    comm.barrier()
+    with contextlib.suppress(PeerLost):  # a victim may die while others are still in it
+        comm.barrier()
     if own(comm) in victims:
         threading.Timer(0.05, die).start()
     with pytest.raises(PeerLost):

@@ -13,6 +13,7 @@ import pytest
 from shrinking import BIG, SOON, die, dying_at, own, shrunk, works
 
 from xvcomm.errors import Aborted, ArgumentError, ClosedError, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.rendezvous.store.tcp import TcpStore
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.testing.world import World
@@ -38,7 +39,8 @@ def phase(comm, name, victims):
     doomed = own(comm) in victims
     others = [r for r in range(comm.size) if comm.job_ranks[r] not in victims]
     victim = comm.job_ranks.index(victims[0])
-    comm.barrier()
+    with contextlib.suppress(PeerLost):  # a victim may die while others are still in it
+        comm.barrier()
     if doomed and name in ("idle", "recv"):
         die()
     elif doomed:
@@ -352,6 +354,37 @@ def test_a_rank_that_left(places, which, served):
     """The others do not wait until it has ended, also if it serves the store."""
     with World(**places, env=served) as world:
         world.run(leave, which)
+
+
+def requests_of_the_last(comm):
+    """How many requests to the store the last rank makes, which finds that all others have closed the communicator."""
+    group, last, made = comm.split(0), comm.size - 1, []
+    if comm.rank == last:
+        await_that(lambda: len(context(group).lifecycle.departed) == last)
+
+    def counted(real):
+        def call(*args, **kwargs):
+            made.append(args)
+            return real(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in ("set", "get", "wait", "add", "decide"):
+            patches.enter_context(mock.patch.object(TcpStore, name, counted(getattr(TcpStore, name))))
+        after, _ = shrunk(group)
+    works(after, range(comm.size))
+    after.close()
+    return len(made) if comm.rank == last else None
+
+
+def test_requests_do_not_grow_with_the_ranks():
+    """But for the rank that decides."""
+    counts = []
+    for size in (3, 9):
+        with World(size) as world:
+            counts.append(world.run(requests_of_the_last)[-1])
+    assert counts[1] <= counts[0] + 3, counts  # some requests are repeated every 0.1 s
 
 
 def resources():

@@ -16,6 +16,8 @@ sys.path.insert(0, str(RANKS.parent))  # for the modules beside this one, here a
 class TwoHosts(Hosts):
     """Two hosts, and ranks of `ranks.py` on them."""
 
+    RANKS = RANKS
+
     @staticmethod
     def outputs(processes):
         """What processes of `begin` have printed; all must end, and well."""

@@ -136,6 +136,32 @@ def survive(comm, times=1):
     comm.close()
 
 
+def regrow(comm, lost):
+    """So many ranks are lost, and come back, where this is called in the communicator that they make with the others."""
+    everyone = comm.job_ranks
+    if not os.environ.get("XVCOMM_REJOIN"):
+        comm.all_reduce(np.zeros(10))
+        print("begun", flush=True)
+        with contextlib.suppress(xvcomm.PeerLost):
+            while True:
+                comm.all_reduce(np.zeros(1 << 18))
+        comm = comm.shrink()
+        while comm.broadcast_object(comm.applicants() if comm.rank == 0 else None, 0) < int(lost):
+            time.sleep(0.02)
+        begun = time.monotonic()
+        comm = comm.grow()
+        print(f"{time.monotonic() - begun:.2f} s", flush=True)
+    assert comm.job_ranks == everyone
+    assert comm.all_reduce(np.ones(1 << 18))[0] == comm.size
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = comm.sendrecv(np.full(1 << 18, comm.rank), after, np.zeros(1 << 18, int), before)
+    assert (x == before).all()
+    with comm.split(0) as group:
+        group.barrier()
+    comm.barrier()
+    comm.close()
+
+
 def apart(comm, what):
     """An operation after all links between the hosts were cut, and before there was any connection between the ranks."""
     await_cut()

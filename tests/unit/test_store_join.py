@@ -36,8 +36,12 @@ def test_everybody_gets_everything_in_rank_order(opener: Opener) -> None:
 def test_the_deciding_rank_stops_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others end in words, not with a key of the store."""
     monkeypatch.setattr("xvcomm.rendezvous.store.join._SETTLE_SECONDS", 0.1)
-    store = MemoryStore()
-    store.add("decided", 1)
+
+    class TwoSteps(MemoryStore):
+        decide = Store.decide
+
+    store = TwoSteps()
+    store.add("verdict/callers", 1)
     for result in join(store, [0, 1, 2], 3, 0.1):
         assert isinstance(result, DeadlineExceeded) and "decides whether all ranks have joined" in str(result)
 

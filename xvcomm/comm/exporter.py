@@ -13,6 +13,7 @@ from xvcomm.comm.metrics import Metrics
 from xvcomm.errors import BackendUnavailable, ConfigError, ResourceError
 from xvcomm.system import forking
 from xvcomm.system.threads import Daemon
+from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
     from xvcomm.engine.context import Context
@@ -25,7 +26,7 @@ _exporters: dict[Session, Exporter] = {}
 
 
 def attend(context: Context) -> None:
-    """Serve the metrics of a process from its first communicator on, and tell of each one that is made.
+    """Serve the metrics of a process from a job's first communicator to the job's end, and tell of each one that is made.
 
     Raises:
         ConfigError: there is no such port.
@@ -36,7 +37,7 @@ def attend(context: Context) -> None:
     exporter = _exporters.get(session)
     if exporter is None:
         exporter = _exporters[session] = Exporter(Metrics(context), *_address(session))
-        context.lifecycle.on_close(partial(_leave, session))
+        session.at_close(_leave, session)
     exporter.metrics.follow(context)
 
 
@@ -62,7 +63,31 @@ def _address(session: Session) -> tuple[str, int]:
 
 
 class _Server(socketserver.TCPServer):
+    """Answers each client in a thread of its own: one that is slow holds no other one up.
+
+    Attributes:
+        answering: these threads.
+    """
+
     allow_reuse_address = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self.answering: list[Daemon] = []
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Called by socketserver for each connection."""
+        thread = Daemon("xvcomm-scrape", partial(self._answer, request, client_address))
+        self.answering = [*(each for each in self.answering if each.is_alive()), thread]
+        thread.start()
+
+    def _answer(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except Exception:
+            self.handle_error(request, client_address)
+        finally:
+            self.shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report no errors of clients that go away."""
@@ -97,7 +122,9 @@ class Exporter:
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(2 * _REQUEST_SECONDS)
+        waiting = Deadline.after(2 * _REQUEST_SECONDS)
+        for thread in (self._thread, *self._server.answering):
+            thread.join(waiting.left())
         self._server.server_close()
         self.metrics.close()
 

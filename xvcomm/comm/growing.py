@@ -53,9 +53,11 @@ class Attempt:
         lost: Callable[[], Mapping[int, str]] = dict[int, str], unreachable: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._config, self._deadline = offer.rank, len(offer.numbers), config, deadline
-        self._lost, self._kept, self._over = lost, contextlib.ExitStack(), False
+        self._lost, self._unreachable, self._over = lost, unreachable, False
+        self._kept = contextlib.ExitStack()
         self._growth = Growth(offer.numbers, applications, self._check)
-        self._place = GuardedStore(f"grown/{offer.token}", applications.store, lambda: None, unreachable)
+        place = f"grown/{offer.token}"
+        self._place = GuardedStore(place, applications.store, lambda: None, lambda: self._unreachable())
 
     def run(self) -> Context | Failure:
         """The grown job's communicator; or why there is none, if that is not this process's own failure, which is raised."""
@@ -67,7 +69,7 @@ class Attempt:
             made = Context(session, "0", tuple(range(self._size)), self._deadline, OpCode.INIT)
             outcome = self._confirm(session)
             if outcome is None:
-                self._over = True
+                self._succeed()
                 return made
             raise outcome.error()
         except BaseException as error:
@@ -79,6 +81,10 @@ class Attempt:
             if outcome is None or outcome.peer == self._rank:
                 raise
             return outcome
+
+    def _succeed(self) -> None:
+        """Check nothing any more, and let go of the job before, as the grown one keeps this object."""
+        self._over, self._lost, self._unreachable = True, dict[int, str], lambda: None
 
     def keep(self, close: Callable[[], None]) -> None:
         """Let a function close the store once the grown job is closed."""

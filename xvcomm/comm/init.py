@@ -280,7 +280,11 @@ def _wrap(
     else:
         raise _no_store(store)
     return protect(
-        _namespace(bootstrap, launcher.rank, env, deadline), launcher.rank, _host(launcher), deadline, secret
+        _namespace(bootstrap, launcher.rank, env, deadline, runs=False),
+        launcher.rank,
+        _host(launcher),
+        deadline,
+        secret,
     )
 
 
@@ -315,16 +319,19 @@ def _attempt(env: Mapping[str, str]) -> str:
     return env.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
-def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline) -> Store:
+def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline, *, runs: bool = True) -> Store:
     """A part of the store that no earlier communicator has used.
+
+    Args:
+        runs: whether the job runs there, so that processes that join it meanwhile look for it.
 
     A store may be used by many communicators in turn. Every process counts its own in the store. The key contains the process,
     so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
     """
     place = f"xvcomm/{_attempt(env)}"
     turn = store.add(_turns(place, rank), 1, deadline)
-    if rank == 0:
-        store.set(f"{place}/turn", b"%d" % turn, deadline)  # for processes that join while the job runs
+    if rank == 0 and runs:
+        store.set(f"{place}/turn", b"%d" % turn, deadline)
     return PrefixStore(f"{place}/{turn}", store)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from xvcomm.comm.growing import Growing
 from xvcomm.comm.shrinking import Shrinking
@@ -14,6 +14,18 @@ from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
     from xvcomm.engine.context import Context
+
+T = TypeVar("T")
+
+
+class _Line(Generic[T]):
+    """Communicators of which each took the place of the one before.
+
+    Attributes:
+        last: of them; None if there is one only. Those between are not kept.
+    """
+
+    last: T | None = None
 
 
 class Lifetime:
@@ -30,7 +42,7 @@ class Lifetime:
     def _init_lifetime(self) -> None:
         self._whole = self._context.path == "0"
         self._shrinking = Shrinking(self._context)
-        self._successor: Self | None = None
+        self._line = _Line[Self]()
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there is one: PeerLost, Aborted, ... Never blocks."""
@@ -108,8 +120,8 @@ class Lifetime:
     def _replace_by(self, context: Context, shrinking: Shrinking) -> Self:
         """Let a communicator with this context take the place of this one."""
         made = type(self)(context, self.timeout)
-        made._whole, made._shrinking = self._whole, shrinking
-        self._successor = made
+        made._whole, made._shrinking, made._line = self._whole, shrinking, self._line
+        self._line.last = made
         return made
 
     def _deadline(self, timeout: float | None) -> Deadline:
@@ -121,7 +133,7 @@ class Lifetime:
         Asynchronous operations that are not complete fail with an error: wait for them first. Without effect after `shrink`
         or `grow`, which have closed it.
         """
-        if self._successor is not None:
+        if self._line.last not in (None, self):
             return
         if self._whole:
             self._context.session.close()
@@ -137,7 +149,4 @@ class Lifetime:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._context.session.explaining.note_end(error)
-        last = self
-        while last._successor is not None:
-            last = last._successor
-        last.close()
+        (self._line.last or self).close()

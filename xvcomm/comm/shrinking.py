@@ -32,7 +32,7 @@ class Shrinking:
     def __init__(self, context: Context, before: Shrinking | None = None) -> None:
         self.context = context
         self._survivors: Survivors = Survivors(context.session, context.path) if before is None else before._survivors
-        self._ranks, self._departed = context.ranks, set[int]()
+        self._ranks, self._departed, self._since = context.ranks, set[int](), self._survivors.rounds
         self._begun = self._done = False
         self.decision: Decision | None = None
 
@@ -76,8 +76,9 @@ class Shrinking:
             self._departed, self._begun = self._find_departed(deadline), True
         come = partial(lifecycle.close, _REPLACED[op])
         decision = self._survivors.agree(
-            self._ranks, self._departed, deadline, come, grows=op is OpCode.GROW, excluded=excluded
-        )
+            self._ranks, self._departed, deadline, come, grows=op is OpCode.GROW, since=self._since,
+            excluded=excluded,
+        )  # fmt: skip
         self._check(decision, op)
         return decision
 

@@ -6,13 +6,17 @@ SIGUSR1 writes to the first file is a request as well.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import struct
+import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
+from xvcomm.system import forking
 from xvcomm.system.stacks import StackFile, find
 
 _REQUEST, _ANSWER = "xvcomm-request", "xvcomm-answer"
@@ -21,22 +25,40 @@ _LOOK_SECONDS = 0.02
 
 
 class Requests:
-    """Those to this process. `look` must be called again and again."""
+    """Those to this process, for one of its jobs. `look` must be called again and again.
+
+    All jobs of a process have one file of requests, and each gets all of them.
+    """
+
+    _every: ClassVar[list[Requests]] = []
+    _reading: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         """Accept requests; raises OSError if the program handles or ignores SIGUSR1, or the system has no such files."""
         self._file = StackFile.take(signal.SIGUSR1, _REQUEST)
         self._answer = os.memfd_create(_ANSWER, os.MFD_CLOEXEC)
-        os.ftruncate(self._file.fd, 0)
+        self._lines: list[list[bytes]] = []
+        with self._reading:
+            if not self._every:
+                os.ftruncate(self._file.fd, 0)
+            self._every.append(self)
+        forking.register(self)
+
+    def after_fork(self) -> None:
+        """In the child those are the parent's."""
+        Requests._reading = threading.Lock()  # a thread of the parent's may hold the parent's
+        self._every.clear()
 
     def look(self, known: bytes) -> tuple[list[int], bool]:
         """What has come: the numbers of requests of a kind, and whether SIGUSR1 has."""
-        size = os.fstat(self._file.fd).st_size
-        if size == 0:
-            return [], False
-        found = os.pread(self._file.fd, size, 0)
-        os.ftruncate(self._file.fd, 0)
-        lines = [line.split() for line in found.splitlines()]
+        with self._reading:
+            size = os.fstat(self._file.fd).st_size
+            if size:
+                found = os.pread(self._file.fd, size, 0)
+                os.ftruncate(self._file.fd, 0)
+                for each in self._every:
+                    each._lines += [line.split() for line in found.splitlines()]
+            lines, self._lines = self._lines, []
         numbers = [int(line[1]) for line in lines if line[:1] == [known] and len(line) == 2]
         return numbers, any(line[:1] != [known] for line in lines)
 
@@ -49,6 +71,8 @@ class Requests:
 
     def close(self) -> None:
         """Accept none any more. Idempotent."""
+        with self._reading, contextlib.suppress(ValueError):
+            self._every.remove(self)
         if self._answer >= 0:
             os.close(self._answer)
             self._answer = -1

@@ -65,6 +65,8 @@ class Session:
         name: of the job, equal on all ranks.
         numbers: of all ranks, as programs know them; see `Growth`.
         applications: of processes that want to join.
+        growth: of what others have grown into this job; None if it has begun so.
+        at_close: takes a function for `close` to call, before those that it took earlier.
     """
 
     def __init__(
@@ -75,7 +77,6 @@ class Session:
 
         Args:
             on_close: called once, when everything is closed.
-            growth: of what others have grown into this job; None if it begins.
 
         Raises:
             DeadlineExceeded: names the ranks that are missing.
@@ -85,20 +86,18 @@ class Session:
         self.store, self.rank, self.size, self.config = MovingStore(store, on_close), rank, size, config
         self._contexts: set[Supervised] = set()
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
-        self._lost: dict[int, str] = {}
-        self._seen_left: set[int] = set()
+        self._lost, self._seen_left = dict[int, str](), set[int]()
         self._elsewhere: Elsewhere | None = None
         self._told = b""  # generation of the store in which this rank has published what others need
         self._news: deque[tuple[int, Stop | Departure]] = deque(maxlen=_NEWS)
-        self.journal = Journal()
-        self._closed = False
-        self._cleanup = contextlib.ExitStack()
+        self.journal, self.growth = Journal(), growth
+        self._closed, self._cleanup = False, contextlib.ExitStack()
+        self.at_close = self._cleanup.callback
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
         spare = spare_ports(config) if size > 1 else ()
         self.succession = Succession(self.store, rank, spare, self.gone, self._stricken)
         self._cleanup.callback(self.succession.close)
-        self._keeping = self._cleanup.enter_context(contextlib.ExitStack())
-        self._keeping.callback(self.store.close)
+        self._cleanup.callback(self.store.close)
         self.numbers = tuple(range(size)) if growth is None else growth.numbers
         self.applications = Applications(store, config) if growth is None else growth.applications
         join, self._meeting = part("join", store, growth), part("transports", self.store, growth)
@@ -429,9 +428,9 @@ class Session:
     def hand_over(self) -> Callable[[], None]:
         """Leave the job that has grown into another one, which uses the same store: returns what closes that."""
         self.applications.close()
-        kept = self._keeping.pop_all()
+        close = self.store.hand_over()
         self.close()
-        return kept.close
+        return close
 
     def close(self) -> None:
         """Leave the job: close every communicator, stop the threads, unmap memory. Idempotent."""

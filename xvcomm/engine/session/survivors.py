@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from xvcomm.abc.store import NotSet, PrefixStore
+from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.engine.session.applications import Applicant
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import DeadlineExceeded, StoreError
@@ -61,15 +62,16 @@ class Survivors:
 
     Attributes:
         path: of the first communicator.
+        rounds: how many there have been.
     """
 
     def __init__(self, session: Session, path: str) -> None:
-        self.path = path
-        self._session, self._rounds, self._generation = session, 0, b""
+        self.path, self.rounds = path, 0
+        self._session, self._generation = session, b""
 
     def agree(
         self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None], *, grows: bool,
-        excluded: Collection[int] = (),
+        since: int, excluded: Collection[int] = (),
     ) -> Decision:  # fmt: skip
         """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
 
@@ -78,6 +80,7 @@ class Survivors:
             departed: those of them that have closed it, as far as this rank knows; without those that have come, afterwards.
             come: called once the others know that this rank has come.
             grows: whether this rank takes in processes that have applied; none are if one of the ranks does not.
+            since: the first round of this communicator.
             excluded: those of the ranks that are left out, though they may live.
 
         Raises:
@@ -90,10 +93,10 @@ class Survivors:
             try:
                 session.follow_store(deadline)
                 if self._generation != session.succession.generation:
-                    self._generation, self._rounds = session.succession.generation, 0
+                    self._generation, self.rounds = session.succession.generation, 0
                     departed.clear()  # a rank that has come in another store has closed the communicator, too
-                place = f"shrink/{self.path}/{self._rounds}"
-                decision = _Round(session, place, ranks, deadline, grows, excluded).run(departed, come)
+                first, place = (f"shrink/{self.path}/{number}" for number in (since, self.rounds))
+                decision = _Round(session, first, place, ranks, deadline, grows, excluded).run(departed, come)
             except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
                 if deadline.expired():
                     raise
@@ -102,7 +105,7 @@ class Survivors:
                 time.sleep(_PAUSE_SECONDS)
                 continue
             if decision is not None:
-                self._rounds += 1
+                self.rounds += 1
                 return decision
 
 
@@ -110,39 +113,55 @@ class _Round:
     """One round of `Survivors`.
 
     Args:
-        place: prefix of its keys in the store.
+        first, place: prefix of the keys in the store, of the communicator's first round and of this one.
         ranks, grows, excluded: see `Survivors.agree`.
     """
 
     def __init__(
-        self, session: Session, place: str, ranks: Sequence[int], deadline: Deadline, grows: bool,
+        self, session: Session, first: str, place: str, ranks: Sequence[int], deadline: Deadline, grows: bool,
         excluded: Collection[int],
     ) -> None:  # fmt: skip
+        self._first = PrefixStore(first, session.store)
         self._session, self._place, self._ranks, self._grows = session, PrefixStore(place, session.store), ranks, grows
         self._deadline, self._begun = deadline, time.monotonic()
-        self._gone, self._excluded = set[int](), excluded
-        self._doubted = False
+        self._gone = set(excluded)
+        self._departed = set[int]()
+        self._doubting = -1
 
     def run(self, departed: set[int], come: Callable[[], None]) -> Decision | None:
         """The decision; None if the process has ended that serves the store."""
         session, place = self._session, self._place
-        departed -= {rank for rank in departed if self._came(rank)}  # a rank that has come has closed it, too
-        self._gone = departed.union(self._excluded)
+        self._departed = departed
         mine = _Arrival(tuple(sorted(self._lost())), self._grows)
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(mine), self._deadline)
         come()
         while not session.succession.due():
-            gone = self._lost()
-            left = [rank for rank in self._ranks if rank not in gone]
-            decision = self._lead(left) if left[0] == session.rank else self._follow()
+            left = self._left()
+            leads = left[0] == session.rank
+            decision = self._lead(left) if leads else self._follow()
             if decision is not None:
                 return decision
             if self._deadline.expired():
-                return self._decide((), self._missing(left) or left[:1])
-            if not self._doubted and time.monotonic() - self._begun > _DOUBT_SECONDS:
-                self._doubted = True
-                self._session.doubt(self._missing(left))
+                return self._give_up(left)
+            if self._doubting != left[0] and time.monotonic() - self._begun > _DOUBT_SECONDS:
+                self._doubting = left[0]
+                session.doubt(self._missing(left if leads else left[:1]))
         return None
+
+    def _left(self) -> list[int]:
+        """The ranks that are left as far as this one knows, the one that decides first.
+
+        A rank that has closed the communicator is left if it did so because it came, in this round or an earlier one. Only the
+        one that decides asks the store for all of these: the last of many ranks find that most have closed it.
+        """
+        gone = self._lost()
+        left = [rank for rank in self._ranks if rank not in gone]
+        while left[0] in self._departed and not _came(self._first, left[0]):
+            del left[0]
+        self._departed.discard(left[0])
+        if left[0] == self._session.rank:
+            self._departed -= {rank for rank in self._departed if _came(self._first, rank)}
+        return [left[0], *(rank for rank in left[1:] if rank not in self._departed)]
 
     def _lost(self) -> set[int]:
         """The ranks that are gone, as far as this one knows."""
@@ -185,6 +204,14 @@ class _Round:
         """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
         return self._deadline.expired() or time.monotonic() - self._begun > _DISCORD_SECONDS
 
+    def _give_up(self, left: Sequence[int]) -> Decision:
+        """The decision once this rank's deadline has passed: the first rank for which it has finds out who is missing."""
+        settling = Deadline.after(_DISCORD_SECONDS)
+        if self._place.add("given up", 1, settling) > 1:
+            with contextlib.suppress(NotSet):
+                return _decode_decision(self._place.get("decision", settling))
+        return self._decide((), self._missing(left) or left[:1])
+
     def _decide(
         self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[Applicant] = (), applied: int = 0
     ) -> Decision:
@@ -194,18 +221,20 @@ class _Round:
         settling = Deadline.after(max(self._deadline.left(), _DISCORD_SECONDS))
         return _decode_decision(self._place.decide("decision", msgspec.msgpack.encode(mine), settling))
 
-    def _came(self, rank: int) -> bool:
-        try:
-            self._place.wait([f"here/{rank}"], Deadline.after(0))
-        except NotSet:
-            return False
-        return True
-
     def _missing(self, left: Sequence[int]) -> list[int]:
-        return [rank for rank in left if not self._came(rank)]
+        return [rank for rank in left if not _came(self._place, rank)]
 
     def _soon(self) -> Deadline:
         return Deadline.after(self._deadline.sooner(_LOOK_SECONDS))
+
+
+def _came(place: Store, rank: int) -> bool:
+    """Whether a rank has come to a round."""
+    try:
+        place.wait([f"here/{rank}"], Deadline.after(0))
+    except NotSet:
+        return False
+    return True
 
 
 def _joined(ranks: Sequence[int], lost: Mapping[int, Collection[int]]) -> list[int]:

@@ -145,17 +145,8 @@ def _twice(store: Store, rank: int, deadline: Deadline, noun: Noun) -> ConfigErr
 
 def _decide(store: Store, verdict: _Verdict) -> _Verdict:
     """Publish this verdict unless another rank has published one; return the one that applies."""
-    settling = Deadline.after(_SETTLE_SECONDS)
-    if store.add("decided", 1, settling) == 1:
-        store.set(_VERDICT, msgspec.msgpack.encode(verdict), settling)
-        return verdict
-    return _decided(store)
-
-
-def _decided(store: Store) -> _Verdict:
-    """The verdict of the rank that decided first, which may still be publishing it."""
     try:
-        return _read(store, Deadline.after(_SETTLE_SECONDS))
+        return _decode_verdict(store.decide(_VERDICT, msgspec.msgpack.encode(verdict), Deadline.after(_SETTLE_SECONDS)))
     except NotSet as error:
         raise DeadlineExceeded(
             "the rank that decides whether all ranks have joined is stopped or very slow, or has ended; look for a stopped "
@@ -184,8 +175,8 @@ def _give_up(store: Store, size: int, noun: Noun) -> _Verdict:
             store.wait([f"info/{rank}"], Deadline.after(0))
         except DeadlineExceeded:
             absent.append(rank)
-    if not absent:
-        return _decided(store)
+    if not absent:  # the last one has ended before it decided
+        return _decide(store, _Verdict([_entry(store, rank, settling).info for rank in range(size)]))
     names = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
     text = (
         f"{noun.noun}{'' if len(absent) == 1 else 's'} {names} of {size} did not join in time; were they started, and do "

@@ -23,5 +23,10 @@ class MovingStore(ForwardingStore):
         close, self._store, self._close = self._close, store, store.close
         close()
 
+    def hand_over(self) -> Callable[[], None]:
+        """What closes the store, which `close` does not do any more."""
+        close, self._close = self._close, lambda: None
+        return close
+
     def close(self) -> None:
         self._close()
