@@ -10,6 +10,7 @@ READY  := $(VENV)/.ready
 # that these four leave the cores time. Each file or folder of tests/conftest.py runs in one process, the slowest first.
 JOBS   ?= 4
 RXE    ?=  # options of the two hosts with RDMA NICs
+TESTS  ?=  # options of pytest for the tests on clusters
 LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
 SPLIT  := --dist loadfile --no-loadscope-reorder
 
@@ -24,10 +25,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-examples torch-suite check bench bench-hosts bench-rdma bench-gpu docs clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-clusters test-examples torch-suite check bench bench-hosts bench-rdma bench-gpu docs clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
-demo test test-slow test-rdma bench bench-rdma: export XVCOMM_DEVICE := host
+demo test test-slow test-rdma test-clusters bench bench-rdma: export XVCOMM_DEVICE := host
 
 help:
 	@awk -F ' *## *' '/^[a-z-]+:.*##/ { sub(/:.*/, "", $$1); printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +72,10 @@ test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if n
 
 test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE that are built once, in 10 to 20 minutes
 	$(PY) tests/shims/rxe/run.py $(RXE) -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
+
+test-clusters: $(READY)   ## the tests on SLURM, which root installs, and Ray, in an environment of its own; 5 to 10 minutes
+	$(PY) tests/clusters/install.py
+	WITH_CLUSTERS=1 $(PY) -m pytest -rs -p no:cacheprovider tests/clusters $(TESTS)
 
 test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate
 	$(PY) -m pytest -rs tests/adapters/torch/test_torch_transformers.py

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from environments import environment
 
 FOLDER = Path(__file__).parent
 RANKS = str(FOLDER / "ranks.py")
@@ -76,19 +75,6 @@ def test_torchrun(two_hosts, tmp_path):
     for mode in ("ddp", "pp"):
         assert first[mode] == pytest.approx(first[f"{mode} alone"], rel=1e-6)
         assert first[mode][-1] < first[mode][0]
-
-
-def environment(folder, shade):
-    """The Python of a new environment: this one's packages, and a package `shade` of this version."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
-    # A path alone would leave out what that folder's own .pth files add: xvcomm, where it is installed to be edited.
-    (packages / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    (packages / "shade.py").touch()
-    about = packages / f"shade-{shade}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: shade\nVersion: {shade}\n")
-    return folder / "bin" / "python"
 
 
 def test_mpirun(two_hosts, tmp_path):

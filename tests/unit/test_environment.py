@@ -6,7 +6,8 @@ import pytest
 
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
-from xvcomm.rendezvous.environment import SLURM_PORTS, LauncherEnvironment, discover, expand_nodes, slurm_address
+from xvcomm.rendezvous.environment import LauncherEnvironment, discover
+from xvcomm.rendezvous.slurm import SLURM_PORTS, expand_nodes, slurm_address
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPENMPI = {
@@ -37,7 +38,11 @@ def found(env: dict[str, str]) -> LauncherEnvironment:
         (MPICH, LauncherEnvironment(1, 2, 1, 2, "mpi")),
         (SLURM, LauncherEnvironment(5, 8, 1, None, "slurm")),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, LauncherEnvironment(5, 6, 1, None, "slurm")),
+        ({**SLURM, "SLURM_GTIDS": "4,5,6"}, LauncherEnvironment(5, 8, 1, 3, "slurm")),
+        ({**SLURM, "SLURM_STEP_ID": ""}, LauncherEnvironment(0, 1, 0, 1, "single")),
         ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}, LauncherEnvironment(0, 1, 0, 1, "single")),
+        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "77.0"}, LauncherEnvironment(5, 8, 1, None, "slurm")),
+        ({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"}, LauncherEnvironment(1, 2, None, None, "mpi")),
         (JAX, LauncherEnvironment(1, 2, None, None, "jax")),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, LauncherEnvironment(0, 1, 0, 1, "single")),
         ({"PMIX_RANK": "1", "XVCOMM_SIZE": "2"}, LauncherEnvironment(1, 2, None, None, "mpi")),
@@ -79,7 +84,7 @@ def test_single_numbers_replace_the_launchers() -> None:
         ({"PMI_SIZE": "2"}, ["PMI_SIZE=2", "PMI_RANK"]),
         ({"PMIX_RANK": "1"}, ["PMIX_RANK=1", "XVCOMM_SIZE"]),
         ({"PMIX_RANK": "x", "XVCOMM_SIZE": "2"}, ["PMIX_RANK='x'"]),
-        ({"SLURM_PROCID": "0"}, ["SLURM_PROCID=0", "SLURM_NTASKS"]),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ["SLURM_PROCID=0", "SLURM_NTASKS"]),
         ({"JAX_PROCESS_ID": "0"}, ["JAX_PROCESS_ID=0", "JAX_NUM_PROCESSES"]),
         ({"JAX_NUM_PROCESSES": "2"}, ["JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID"]),
         ({"XVCOMM_RANK": "1"}, ["XVCOMM_RANK=1", "XVCOMM_SIZE"]),
@@ -127,3 +132,20 @@ def test_where_rank_0_of_a_slurm_step_serves() -> None:
         slurm_address(SLURM)
     with pytest.raises(ConfigError, match="SLURM_JOB_ID=''"):
         slurm_address({"SLURM_JOB_NODELIST": "a"})
+
+
+def test_where_rank_0_of_a_heterogeneous_job_serves() -> None:
+    job = {
+        **SLURM, "SLURM_HET_SIZE": "2", "SLURM_STEP_NODELIST": "a[1-2],b[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "b[1-2]", "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",
+    }  # fmt: skip
+    assert slurm_address(job)[0] == "b1"
+    assert slurm_address({**job, "SLURM_STEP_NODELIST": "a[1-2],b2"})[0] == "b2"
+    assert slurm_address({**job, "SLURM_STEP_NODELIST": "a[1-2]"})[0] == "a1"
+
+
+def test_rank_0_on_another_node_than_the_others_look_for_it() -> None:
+    step = {**SLURM, "SLURM_STEP_NODELIST": "a,b", "SLURMD_NODENAME": "b"}
+    assert slurm_address(step)[0] == "a"
+    with pytest.raises(ConfigError, match=r"on node b.*on a.*arbitrary.*XVCOMM_STORE=tcp://host:port"):
+        slurm_address({**step, "SLURM_PROCID": "0"})

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ConfigError
-from xvcomm.rendezvous.environment import LauncherEnvironment, discover, slurm_address
+from xvcomm.rendezvous.environment import LauncherEnvironment, discover
+from xvcomm.rendezvous.slurm import slurm_address
 from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
 from xvcomm.rendezvous.store.hosting import loopback, meet, own_address, protect, serve_or_join
 from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
-
-SLURM_PORTS = range(15000, 25000)
-"""Ports for rank 0 of a SLURM step, below Linux's range of ephemeral ports."""
+from xvcomm.rendezvous import slurm
+from xvcomm.rendezvous.variables import integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def discover(env: Mapping[str, str], config: Config) -> LauncherEnvironment:
         if launcher is not None:
             return _override(launcher, config)
     if env.get("PMIX_RANK") and config.size is not None:
-        return _override(LauncherEnvironment(_integer(env, "PMIX_RANK"), config.size, None, None, "mpi"), config)
+        return _override(LauncherEnvironment(integer(env, "PMIX_RANK"), config.size, None, None, "mpi"), config)
     for name, other, given in (
         ("PMIX_RANK", "XVCOMM_SIZE", env.get("PMIX_RANK") or None),
         ("XVCOMM_RANK", "XVCOMM_SIZE", config.rank),
@@ -92,75 +90,26 @@ def discover(env: Mapping[str, str], config: Config) -> LauncherEnvironment:
     return _SINGLE
 
 
-def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port of rank 0 of a SLURM step; the same on all ranks.
-
-    The host is the first node of the step, or loopback if the step has one node; without a node list, the host on which srun
-    was called. The port is one of `SLURM_PORTS`, derived from the job and step ids.
-
-    Raises:
-        ConfigError: SLURM's variables are missing or malformed.
-    """
-    job, step = _integer(env, "SLURM_JOB_ID"), _integer(env, "SLURM_STEP_ID") if env.get("SLURM_STEP_ID") else 0
-    port = SLURM_PORTS[(job * 31 + step) % len(SLURM_PORTS)]
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if nodes:
-        names = expand_nodes(nodes)
-        return (names[0] if len(names) > 1 else "127.0.0.1"), port
-    if env.get("SLURM_LAUNCH_NODE_IPADDR"):
-        return env["SLURM_LAUNCH_NODE_IPADDR"], port
-    raise ConfigError(
-        "SLURM_STEP_NODELIST is not set, so the host of rank 0 is unknown; start the ranks with srun, or set "
-        "XVCOMM_STORE=tcp://host:port"
-    )
-
-
-def expand_nodes(text: str) -> list[str]:
-    """Host names of a SLURM node list: `"node[01-03,7],login"` gives node01, node02, node03, node7 and login.
-
-    Raises:
-        ConfigError: the text is not a node list.
-    """
-    names: list[str] = []
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if not parts or ",".join(parts) != text:
-        raise ConfigError(f"node list {text!r}: expected names with numbers in brackets, for instance node[01-03,7]")
-    for part in parts:
-        names += _expand(part, text)
-    return names
-
-
-def _expand(part: str, text: str) -> list[str]:
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    numbers, _, tail = rest.partition("]")
-    names = []
-    for span in numbers.split(","):
-        first, dash, last = span.partition("-")
-        if not first.isdigit() or (dash and (not last.isdigit() or int(last) < int(first))):
-            raise ConfigError(f"node list {text!r}: {span!r} is not a number or range, for instance 01-03")
-        for number in range(int(first), int(last or first) + 1):
-            names += [f"{head}{number:0{len(first)}d}{end}" for end in _expand(tail, text)]
-    return names
-
-
 def _read(env: Mapping[str, str], names: _Variables) -> LauncherEnvironment | None:
     """Read one launcher's variables; None if it has not started this process."""
     size = next((name for name in names.size if env.get(name)), None)
+    if names.rank == "PMI_RANK" and slurm.started_by_srun(env):
+        return None
+    # A batch script, or a shell inside an allocation, also has numbers of SLURM's, although srun did not start it.
+    if names.launcher == "slurm" and not (env.get(names.rank) and env.get("SLURM_STEP_ID")):
+        return None
     if not env.get(names.rank):
-        # A shell inside an allocation also has SLURM's size, although srun did not start it.
-        if size is None or names.launcher == "slurm":
+        if size is None:
             return None
         raise ConfigError(f"{size}={env[size]} is set but {names.rank} is not; {_remedy(names)}")
     if size is None:
         missing = " or ".join(names.size)
         raise ConfigError(f"{names.rank}={env[names.rank]} is set but {missing} is not; {_remedy(names)}")
-    local_rank = _integer(env, names.local_rank) if env.get(names.local_rank) else None
-    local_size = _integer(env, names.local_size) if env.get(names.local_size) else None
-    launcher = LauncherEnvironment(
-        _integer(env, names.rank), _integer(env, size), local_rank, local_size, names.launcher
-    )
+    local_rank = integer(env, names.local_rank) if env.get(names.local_rank) else None
+    local_size = integer(env, names.local_size) if env.get(names.local_size) else None
+    if names.launcher == "slurm":
+        local_size = slurm.tasks_of_node(env)
+    launcher = LauncherEnvironment(integer(env, names.rank), integer(env, size), local_rank, local_size, names.launcher)
     _check(launcher, names.rank, size, names.local_rank, names.local_size)
     return launcher
 
@@ -190,13 +139,3 @@ def _check(launcher: LauncherEnvironment, rank: str, size: str, local_rank: str,
     if launcher.local_rank is not None and not 0 <= launcher.local_rank < (launcher.local_size or launcher.size):
         name, limit = (local_size, launcher.local_size) if launcher.local_size is not None else (size, launcher.size)
         raise ConfigError(f"{local_rank}={launcher.local_rank} does not fit {name}={limit}; {advice}")
-
-
-def _integer(env: Mapping[str, str], name: str) -> int:
-    text = env.get(name, "")
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name}={text!r}: expected an integer; correct it, or set XVCOMM_RANK and XVCOMM_SIZE, which take precedence"
-        ) from None

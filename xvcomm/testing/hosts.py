@@ -149,6 +149,10 @@ class Hosts:
         job = {"XVCOMM_SIZE": str(len(sides)), "XVCOMM_STORE": "tcp://a:29711", **env}
         return [self.begin(side, *command, env={**job, "XVCOMM_RANK": str(rank)}) for rank, side in enumerate(sides)]
 
+    def shared_memory(self) -> list[Path]:
+        """The files of xvcomm's jobs that lie in the shared memory of the hosts."""
+        return list(self._folder.glob("*/xvcomm-*"))
+
     def close(self) -> list[str]:
         """End what still runs on the hosts and remove them; what jobs have left in their shared memory. Idempotent."""
         for end in (signal.SIGTERM, signal.SIGKILL):
@@ -158,7 +162,7 @@ class Hosts:
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_GRACE_SECONDS if end == signal.SIGTERM else None)
-        left = [file.name for file in self._folder.glob("*/xvcomm-*")]
+        left = [file.name for file in self.shared_memory()]
         shutil.rmtree(self._folder, ignore_errors=True)
         for namespace in self._namespaces:
             with contextlib.suppress(OSError, subprocess.CalledProcessError):

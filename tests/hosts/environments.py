@@ -1,0 +1,19 @@
+"""Python environments that differ from one host to the other."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def environment(folder, shade):
+    """The Python of a new environment: this one's packages, and a package `shade` of this version."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    # A path alone would leave out what that folder's own .pth files add: xvcomm, where it is installed to be edited.
+    (packages / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (packages / "shade.py").touch()
+    about = packages / f"shade-{shade}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: shade\nVersion: {shade}\n")
+    return folder / "bin" / "python"
