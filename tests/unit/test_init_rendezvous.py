@@ -118,6 +118,7 @@ def test_a_slurm_step() -> None:
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
         "SLURM_JOB_NODELIST": "here",
         "XVCOMM_TIMEOUT": "20",
     }
