@@ -75,7 +75,7 @@ class Group(BaseGroup):
     def allreduce(self, tensor: Any, allreduce_options: Any) -> None:
         self.comm.all_reduce(tensor[0], op=_OPS[allreduce_options.reduceOp])
 
-    def barrier(self, barrier_options: Any) -> None:
+    def barrier(self, barrier_options: Any = None) -> None:
         self.comm.barrier()
 
     def reduce(self, tensor: Any, reduce_options: Any) -> None:
