@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
     """Skip the tests that need a cluster where none was asked for."""
     for item in items:
         if item.get_closest_marker("clusters") and not WANTED:
-            item.add_marker(pytest.mark.skip(reason="needs SLURM or Ray on this machine: make test-clusters"))
+            item.add_marker(pytest.mark.skip(reason="part of make test-clusters"))
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +47,19 @@ def cluster():
     finally:
         left = hosts.close()
         shutil.rmtree(folder)
+    assert not left
+
+
+@pytest.fixture
+def nodes():
+    """Two hosts, on which pods are started; skipped where this user may make no network namespaces."""
+    try:
+        hosts = Hosts(links=1)
+    except ResourceError as error:
+        pytest.skip(str(error))
+    left = []
+    try:
+        yield hosts
+    finally:
+        left = hosts.close()
     assert not left

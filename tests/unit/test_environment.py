@@ -7,6 +7,7 @@ import pytest
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
+from xvcomm.rendezvous.kubernetes import this_pod
 from xvcomm.rendezvous.slurm import SLURM_PORTS, expand_nodes, slurm_address
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -19,6 +20,11 @@ OPENMPI = {
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+JOBSET = {
+    "JOBSET_JOB_GLOBAL_INDEX": "2", "JOBSET_GLOBAL_REPLICAS": "4", "JOBSET_COORDINATOR": "t-cuda-0-0.t",
+    "JOB_COMPLETION_INDEX": "0",
+}  # fmt: skip
+VOLCANO = {"VC_ROCM_HOSTS": "t-rocm-0.t", "VC_CUDA_HOSTS": "t-cuda-0.t,t-cuda-1.t", "HOSTNAME": "t-rocm-0"}
 JAX = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}
 
 
@@ -44,6 +50,9 @@ def found(env: dict[str, str]) -> LauncherEnvironment:
         ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "77.0"}, LauncherEnvironment(5, 8, 1, None, "slurm")),
         ({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"}, LauncherEnvironment(1, 2, None, None, "mpi")),
         (JAX, LauncherEnvironment(1, 2, None, None, "jax")),
+        (JOBSET, LauncherEnvironment(2, 4, None, None, "kubernetes")),
+        (VOLCANO, LauncherEnvironment(2, 3, None, None, "kubernetes")),
+        ({**VOLCANO, "HOSTNAME": "node7", "POD_NAME": "t-cuda-1"}, LauncherEnvironment(1, 3, None, None, "kubernetes")),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, LauncherEnvironment(0, 1, 0, 1, "single")),
         ({"PMIX_RANK": "1", "XVCOMM_SIZE": "2"}, LauncherEnvironment(1, 2, None, None, "mpi")),
     ],
@@ -53,12 +62,12 @@ def test_each_launcher(env: dict[str, str], launch: LauncherEnvironment) -> None
 
 
 def test_order_of_launchers() -> None:
-    everything = {**JAX, **SLURM, **MPICH, **OPENMPI, **TORCHRUN, "XVCOMM_RANK": "0", "XVCOMM_SIZE": "9"}
+    everything = {**VOLCANO, **JAX, **SLURM, **MPICH, **OPENMPI, **TORCHRUN, "XVCOMM_RANK": "0", "XVCOMM_SIZE": "9"}
     launchers = []
-    for known in ({"XVCOMM_RANK": "", "XVCOMM_SIZE": ""}, TORCHRUN, OPENMPI, MPICH, SLURM, JAX):
+    for known in ({"XVCOMM_RANK": "", "XVCOMM_SIZE": ""}, TORCHRUN, OPENMPI, MPICH, SLURM, JAX, VOLCANO):
         launchers.append(found(everything).name)
         everything = {name: value for name, value in everything.items() if name not in known}
-    assert launchers == ["explicit", "torchrun", "mpi", "mpi", "slurm", "jax"]
+    assert launchers == ["explicit", "torchrun", "mpi", "mpi", "slurm", "jax", "kubernetes"]
 
 
 def test_single_numbers_replace_the_launchers() -> None:
@@ -87,6 +96,11 @@ def test_single_numbers_replace_the_launchers() -> None:
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ["SLURM_PROCID=0", "SLURM_NTASKS"]),
         ({"JAX_PROCESS_ID": "0"}, ["JAX_PROCESS_ID=0", "JAX_NUM_PROCESSES"]),
         ({"JAX_NUM_PROCESSES": "2"}, ["JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID"]),
+        ({**JOBSET, "JOBSET_GLOBAL_REPLICAS": ""}, ["JOBSET_GLOBAL_REPLICAS=''"]),
+        ({**JOBSET, "JOBSET_GLOBAL_REPLICAS": "2"}, ["JOBSET_JOB_GLOBAL_INDEX=2", "JOBSET_GLOBAL_REPLICAS=2"]),
+        ({**JOBSET, "JOBSET_COORDINATOR": ""}, ["JOBSET_COORDINATOR", "coordinator"]),
+        ({**JOBSET, "JOB_COMPLETION_INDEX": "1"}, ["JOB_COMPLETION_INDEX=1", "parallelism"]),
+        ({**VOLCANO, "HOSTNAME": "node7"}, ["'node7'", "t-cuda-1.t", "POD_NAME"]),
         ({"XVCOMM_RANK": "1"}, ["XVCOMM_RANK=1", "XVCOMM_SIZE"]),
         ({"XVCOMM_SIZE": "2"}, ["XVCOMM_SIZE=2", "XVCOMM_RANK"]),
         ({"XVCOMM_RANK": "2", "XVCOMM_SIZE": "2"}, ["XVCOMM_RANK=2", "XVCOMM_SIZE=2"]),
@@ -149,3 +163,9 @@ def test_rank_0_on_another_node_than_the_others_look_for_it() -> None:
     assert slurm_address(step)[0] == "a"
     with pytest.raises(ConfigError, match=r"on node b.*on a.*arbitrary.*XVCOMM_STORE=tcp://host:port"):
         slurm_address({**step, "SLURM_PROCID": "0"})
+
+
+def test_where_rank_0_of_pods_serves() -> None:
+    jobset, volcano = this_pod({**JOBSET, "MASTER_PORT": "29777"}), this_pod(VOLCANO)
+    assert jobset is not None and (jobset.host, jobset.port) == ("t-cuda-0-0.t", 29777)
+    assert volcano is not None and (volcano.host, volcano.port) == ("t-cuda-0.t", 29500)

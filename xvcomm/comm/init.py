@@ -17,6 +17,7 @@ from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ConfigError
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
+from xvcomm.rendezvous.kubernetes import this_pod
 from xvcomm.rendezvous.slurm import slurm_address
 from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
 from xvcomm.rendezvous.store.hosting import loopback, meet, own_address, protect, serve_or_join
@@ -50,7 +51,7 @@ def init(
     """Join the job and return its communicator; every rank must call this equally often.
 
     Rank, size and store are taken from the arguments, else from `XVCOMM_*`, else from the launcher: torchrun, mpirun, SLURM,
-    JAX. Without any of them the job has this process only. Blocks until all ranks have joined.
+    JAX, Kubernetes. Without any of them the job has this process only. Blocks until all ranks have joined.
 
     With `XVCOMM_REJOIN=1` this process joins a job that runs, in the place of a rank that was lost: the first call blocks
     until the ranks of the job call `grow`, whose communicator it returns. The store must be an address or a `Store`.
@@ -112,7 +113,7 @@ def rendezvous(launcher: LauncherEnvironment, config: Config, env: Mapping[str, 
 
     `XVCOMM_STORE=tcp://host:port` is served by rank 0, with `?hosted=launcher` by the launcher; `file:///folder` needs no
     server. Without the variable, torchrun's store or MPI transmits the address of a TCP store that rank 0 serves on a free
-    port; under SLURM its address is derived from variables; under JAX the coordination service is the store.
+    port; under SLURM and in pods its address is derived from variables; under JAX the coordination service is the store.
 
     Args:
         launcher: rank and size of this process.
@@ -143,6 +144,9 @@ def rendezvous(launcher: LauncherEnvironment, config: Config, env: Mapping[str, 
         host = loopback() if _is_loopback(host) else host
         epoch = _epochs[_place(launcher, config), launcher.rank]
         return serve_or_join(host, port, need_secret(config.secret), launcher.rank, deadline, epoch)
+    if launcher.name == "kubernetes" and (pod := this_pod(env)) is not None:
+        epoch = _epochs[_place(launcher, config), launcher.rank]
+        return serve_or_join(pod.host, pod.port, need_secret(config.secret), launcher.rank, deadline, epoch)
     if launcher.name == "jax":
         raise ConfigError(
             "JAX_PROCESS_ID is set but jax.distributed is not initialized with these numbers: call "

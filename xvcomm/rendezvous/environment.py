@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError
-from xvcomm.rendezvous import slurm
+from xvcomm.rendezvous import kubernetes, slurm
 from xvcomm.rendezvous.variables import integer
 
 
@@ -18,7 +18,7 @@ class LauncherEnvironment:
     Attributes:
         local_rank: number among the processes of this host; None if the launcher does not provide it.
         local_size: number of processes on this host; None if the launcher does not provide it.
-        name: of the launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax` or `single`.
+        name: of the launcher: `explicit`, `torchrun`, `mpi`, `slurm`, `jax`, `kubernetes` or `single`.
     """
 
     rank: int
@@ -58,8 +58,8 @@ _SINGLE = LauncherEnvironment(0, 1, 0, 1, "single")
 def discover(env: Mapping[str, str], config: Config) -> LauncherEnvironment:
     """Find rank and size of this process.
 
-    `XVCOMM_RANK` with `XVCOMM_SIZE` comes first, then torchrun, OpenMPI, MPICH, SLURM and JAX in this order. An `XVCOMM_*`
-    number that is set overrides the launcher's. Without any of these variables the job has this process only.
+    `XVCOMM_RANK` with `XVCOMM_SIZE` comes first, then torchrun, OpenMPI, MPICH, SLURM, JAX and Kubernetes in this order. An
+    `XVCOMM_*` number that is set overrides the launcher's. Without any of these variables the job has this process only.
 
     Args:
         env: environment of the process; empty variables count as unset.
@@ -78,6 +78,9 @@ def discover(env: Mapping[str, str], config: Config) -> LauncherEnvironment:
             return _override(launcher, config)
     if env.get("PMIX_RANK") and config.size is not None:
         return _override(LauncherEnvironment(integer(env, "PMIX_RANK"), config.size, None, None, "mpi"), config)
+    pod = kubernetes.this_pod(env)
+    if pod is not None:
+        return _override(LauncherEnvironment(pod.rank, pod.size, None, None, "kubernetes"), config)
     for name, other, given in (
         ("PMIX_RANK", "XVCOMM_SIZE", env.get("PMIX_RANK") or None),
         ("XVCOMM_RANK", "XVCOMM_SIZE", config.rank),

@@ -56,6 +56,7 @@ class Hosts:
             for name in NAMES:
                 (self._folder / name).mkdir(parents=True)
             first = [addresses[0].format(link=0, side=side + 1).partition("/")[0] for side in range(2)]
+            self._addresses = first
             names = "".join(f"{address} {name}\n" for address, name in zip(first, NAMES, strict=True))
             (self._folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
             for namespace in self._namespaces:
@@ -148,6 +149,11 @@ class Hosts:
         """Start a rank of one job on each of these hosts, by variables alone; further arguments as for `begin`."""
         job = {"XVCOMM_SIZE": str(len(sides)), "XVCOMM_STORE": "tcp://a:29711", **env}
         return [self.begin(side, *command, env={**job, "XVCOMM_RANK": str(rank)}) for rank, side in enumerate(sides)]
+
+    def name(self, side: int, *names: str) -> None:
+        """Let further names mean a host, from now on."""
+        with open(self._folder / "hosts", "a") as file:
+            file.write(f"{self._addresses[side]} {' '.join(names)}\n")
 
     def shared_memory(self) -> list[Path]:
         """The files of xvcomm's jobs that lie in the shared memory of the hosts."""
