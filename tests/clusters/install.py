@@ -1,4 +1,5 @@
-"""Installs what the tests on clusters need, and is not there: SLURM by apt-get, as root, and Ray in an environment of its own.
+"""Installs what the tests on clusters need, and is not there: SLURM by apt-get, as root, Ray, MPICH and accelerate in
+environments of their own, which also have all packages of this one.
 
 What cannot be had is named; the tests that need it are then skipped.
 """
@@ -9,18 +10,19 @@ import os
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 from slurm_cluster import PACKAGES, missing
 
 ROOT = Path(__file__).parents[2]
-RAY = ROOT / "build" / "clusters" / "ray"
-"""An environment with Ray that also has all packages of this one."""
+ENVIRONMENTS = ROOT / "build" / "clusters"
+PYTHONS = ("ray", "mpich", "accelerate")
 
 
-def ray_python() -> Path:
-    """The Python with Ray, whether it is there or not."""
-    return RAY / "bin" / "python"
+def python_of(name: str) -> Path:
+    """The Python of an environment, whether it is there or not."""
+    return ENVIRONMENTS / name / "bin" / "python"
 
 
 def install_slurm() -> None:
@@ -34,34 +36,33 @@ def install_slurm() -> None:
         subprocess.run(["apt-get", "--quiet=2", *words], env=quiet, check=True, stdout=subprocess.DEVNULL)
 
 
-def install_ray() -> None:
-    """Make the environment with Ray."""
-    wanted = [
-        line.strip() for line in (ROOT / "tests/clusters/ray.txt").read_text().splitlines() if line[:1] not in "#"
-    ]
-    done = RAY / "installed.txt"
-    if done.exists() and done.read_text().splitlines() == wanted:
+def install_python(name: str) -> None:
+    """Make an environment with the packages of `NAME.txt` and all of this one."""
+    wanted = Path(__file__).with_name(f"{name}.txt").read_text()
+    folder = ENVIRONMENTS / name
+    done = folder / "installed.txt"
+    if done.exists() and done.read_text() == wanted:
         return
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(RAY)], check=True)
-    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(RAY), "platbase": str(RAY)}))
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     (packages / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     pip = (
         sys.executable,
         "-m",
         "pip",
         "--python",
-        str(ray_python()),
+        str(python_of(name)),
         "install",
         "--quiet",
         "--disable-pip-version-check",
     )
-    subprocess.run([*pip, *wanted], check=True)
-    done.write_text("\n".join(wanted) + "\n")
+    subprocess.run([*pip, "-r", Path(__file__).with_name(f"{name}.txt")], check=True)
+    done.write_text(wanted)
 
 
 if __name__ == "__main__":
-    for name, install in (("SLURM", install_slurm), ("Ray", install_ray)):
+    for what, install in (("SLURM", install_slurm), *((name, partial(install_python, name)) for name in PYTHONS)):
         try:
             install()
         except (OSError, subprocess.CalledProcessError, SystemExit) as error:
-            print(f"no {name}: {error}", file=sys.stderr)
+            print(f"no {what}: {error}", file=sys.stderr)

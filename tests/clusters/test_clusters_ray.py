@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from install import ray_python
+from install import python_of
 
 pytestmark = [pytest.mark.clusters, pytest.mark.timeout(600)]
 ROOT, JOBS = Path(__file__).parents[2], Path(__file__).with_name("ray_jobs.py")
@@ -17,7 +17,7 @@ ROOT, JOBS = Path(__file__).parents[2], Path(__file__).with_name("ray_jobs.py")
 @pytest.fixture
 def job(tmp_path):
     """Run a job of `ray_jobs.py`; what it prints in JSON, line by line."""
-    if not ray_python().exists():
+    if not python_of("ray").exists():
         pytest.skip("no Ray: tests/clusters/install.py puts it into an environment of its own")
 
     def run(name):
@@ -27,7 +27,7 @@ def job(tmp_path):
             "XVCOMM_DEVICE": "host", "XVCOMM_TIMEOUT": "60", "RAY_USAGE_STATS_ENABLED": "0",
         }  # fmt: skip
         with open(tmp_path / "errors", "w") as errors:
-            line = [ray_python(), JOBS, name, tmp_path]
+            line = [python_of("ray"), JOBS, name, tmp_path]
             done = subprocess.run(line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=400)
         assert done.returncode == 0, done.stdout + (tmp_path / "errors").read_text()[-5000:]
         return [

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from environments import environment
+from environments import pythons
 from slurm_cluster import tasks
 
 pytestmark = [pytest.mark.clusters, pytest.mark.timeout(600)]
@@ -59,17 +59,6 @@ def test_one_partition(cluster, tmp_path):
     assert passed(tmp_path)
 
 
-def pythons(folder):
-    """Variables of mixed.sbatch: a Python environment for each group, which labels the ranks as the vendor's GPUs would."""
-    found = {}
-    for label, shade in (("cuda", "1.0"), ("rocm", "2.0")):
-        script = folder / f"{label}-python"
-        script.write_text(f'#!/bin/sh\nXVCOMM_ISLAND={label} exec {environment(folder / label, shade)} "$@"\n')
-        script.chmod(0o755)
-        found[f"{label.upper()}_PYTHON"] = str(script)
-    return found
-
-
 def test_heterogeneous_job(cluster, tmp_path):
     """Groups 0 and 1 are on nodes b and a, in two environments: one job, and the losses of one process."""
     mixed, env = DEPLOY / "mixed.sbatch", pythons(tmp_path)
@@ -80,6 +69,16 @@ def test_heterogeneous_job(cluster, tmp_path):
     assert [json.loads(line) for line in lines] == [[0, "b", "cuda@0", "1.0"], [1, "a", "rocm@1", "2.0"]]
     two_each = ("--ntasks-per-node=2", "--output", tmp_path / "out", ":", "--ntasks-per-node=2")
     cluster.wait(cluster.submit(*two_each, mixed, TRAIN, *SMALL, "--steps", 3, "--out", tmp_path, env=env))
+    assert passed(tmp_path)
+
+
+def test_torchrun(cluster, tmp_path):
+    """A torchrun on each node, and what they start: the losses of one process."""
+    pytest.importorskip("torch")
+    program = (TRAIN, *SMALL, "--islands", "cuda:2,rocm:2", "--steps", 3, "--out", tmp_path)
+    env = {**HERE, "RANKS_EACH": "2"}
+    number = cluster.submit("--time=10", "--output", tmp_path / "out", DEPLOY / "torchrun.sbatch", *program, env=env)
+    cluster.wait(number)
     assert passed(tmp_path)
 
 

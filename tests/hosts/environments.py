@@ -17,3 +17,14 @@ def environment(folder, shade):
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: shade\nVersion: {shade}\n")
     return folder / "bin" / "python"
+
+
+def pythons(folder):
+    """Variables of the files in deploy/: a Python environment for each vendor, which labels its ranks as its GPUs would."""
+    found = {}
+    for label, shade in (("cuda", "1.0"), ("rocm", "2.0")):
+        script = folder / f"{label}-python"
+        script.write_text(f'#!/bin/sh\nXVCOMM_ISLAND={label} exec {environment(folder / label, shade)} "$@"\n')
+        script.chmod(0o755)
+        found[f"{label.upper()}_PYTHON"] = str(script)
+    return found
