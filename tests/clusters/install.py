@@ -1,4 +1,4 @@
-"""Installs what the tests on clusters need, and is not there: SLURM by apt-get, as root, Ray, MPICH and accelerate in
+"""Installs what the tests on clusters need, and is not there: SLURM and buildah by apt-get, as root, Ray, MPICH and accelerate in
 environments of their own, which also have all packages of this one.
 
 What cannot be had is named; the tests that need it are then skipped.
@@ -7,13 +7,15 @@ What cannot be had is named; the tests that need it are then skipped.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from slurm_cluster import PACKAGES, missing
+from slurm_cluster import PACKAGES, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "clusters"
@@ -25,14 +27,14 @@ def python_of(name: str) -> Path:
     return ENVIRONMENTS / name / "bin" / "python"
 
 
-def install_slurm() -> None:
-    """Install SLURM's packages; their services are not started."""
-    if not missing():
+def install_packages(programs: Sequence[str], packages: Sequence[str]) -> None:
+    """Install packages of Debian if a program is missing; services are not started."""
+    if all(shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") for program in programs):
         return
     if os.geteuid():
-        sys.exit("SLURM is installed by root only")
+        sys.exit(f"only root can install {' '.join(packages)}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    for words in (("update",), ("install", "--yes", "--no-install-recommends", *PACKAGES)):
+    for words in (("update",), ("install", "--yes", "--no-install-recommends", *packages)):
         subprocess.run(["apt-get", "--quiet=2", *words], env=quiet, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -61,7 +63,12 @@ def install_python(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for what, install in (("SLURM", install_slurm), *((name, partial(install_python, name)) for name in PYTHONS)):
+    steps = {
+        "SLURM": partial(install_packages, PROGRAMS, PACKAGES),
+        "builder of images": partial(install_packages, ("buildah", "debootstrap"), ("buildah", "debootstrap", "crun")),
+        **{name: partial(install_python, name) for name in PYTHONS},
+    }
+    for what, install in steps.items():
         try:
             install()
         except (OSError, subprocess.CalledProcessError, SystemExit) as error:

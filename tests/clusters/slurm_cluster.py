@@ -14,7 +14,7 @@ from types import MappingProxyType
 from xvcomm.testing.hosts import Hosts
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
 _SECONDS = 60.0
 _GPUS = 8
@@ -56,7 +56,7 @@ PartitionName=rocm Nodes={rocm} State=UP
 
 def missing() -> list[str]:
     """The programs of SLURM that this machine has not got."""
-    return [program for program in _PROGRAMS if shutil.which(program, path=_PATH) is None]
+    return [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
 
 
 class Slurm:

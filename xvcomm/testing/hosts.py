@@ -20,7 +20,9 @@ from xvcomm.errors import ResourceError
 
 NAMES = "ab"
 _ENTER = 'mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm && hostname "$3" && shift 3 && exec "$@"'
-_LAUNCHERS = ("XVCOMM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "JAX_", "TORCHELASTIC_")
+_LAUNCHERS = (
+    "XVCOMM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "JAX_", "TORCHELASTIC_", "JOBSET_", "VC_",
+)  # fmt: skip
 """Beginnings of the names of their variables."""
 _GRACE_SECONDS = 5.0
 _NEW_NETWORK = 0x40000000
