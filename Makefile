@@ -11,6 +11,7 @@ READY  := $(VENV)/.ready
 JOBS   ?= 4
 RXE    ?=  # options of the two hosts with RDMA NICs
 TESTS  ?=  # options of pytest for the tests on clusters
+WHAT   ?=  # what is installed for these: slurm, images, ray, mpich, accelerate; else all of it
 LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
 SPLIT  := --dist loadfile --no-loadscope-reorder
 
@@ -74,7 +75,7 @@ test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE th
 	$(PY) tests/shims/rxe/run.py $(RXE) -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
 
 test-clusters: $(READY)   ## the tests on SLURM, which root installs, and Ray, in an environment of its own; 5 to 10 minutes
-	$(PY) tests/clusters/install.py
+	$(PY) tests/clusters/install.py $(WHAT)
 	WITH_CLUSTERS=1 $(PY) -m pytest -rs -p no:cacheprovider tests/clusters $(TESTS)
 
 test-examples: $(READY)-examples   ## programs of others, unchanged: Hugging Face's Trainer and accelerate

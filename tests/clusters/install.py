@@ -1,7 +1,8 @@
 """Installs what the tests on clusters need, and is not there: SLURM and buildah by apt-get, as root, Ray, MPICH and accelerate in
 environments of their own, which also have all packages of this one.
 
-What cannot be had is named; the tests that need it are then skipped.
+Arguments name some of it: slurm, images, ray, mpich, accelerate. What cannot be had is named; the tests that need it are then
+skipped.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ def install_python(name: str) -> None:
 
 if __name__ == "__main__":
     steps = {
-        "SLURM": partial(install_packages, PROGRAMS, PACKAGES),
-        "builder of images": partial(install_packages, ("buildah", "debootstrap"), ("buildah", "debootstrap", "crun")),
+        "slurm": partial(install_packages, PROGRAMS, PACKAGES),
+        "images": partial(install_packages, ("buildah", "debootstrap"), ("buildah", "debootstrap", "crun")),
         **{name: partial(install_python, name) for name in PYTHONS},
     }
-    for what, install in steps.items():
+    for what in sys.argv[1:] or steps:
         try:
-            install()
+            steps[what]()
         except (OSError, subprocess.CalledProcessError, SystemExit) as error:
             print(f"no {what}: {error}", file=sys.stderr)
