@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-clusters test-examples torch-suite check bench bench-hosts bench-rdma bench-gpu docs clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-clusters test-examples torch-suite check bench bench-hosts bench-rdma bench-gpu docs dist clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
 demo test test-slow test-rdma test-clusters bench bench-rdma: export XVCOMM_DEVICE := host
@@ -51,6 +51,10 @@ $(READY)-$(GPU): $(READY)
 
 $(READY)-examples: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,examples]'
+	@touch $@
+
+$(READY)-docs: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs]'
 	@touch $@
 
 demo: $(READY)   ## train a small language model over two islands on this machine
@@ -113,8 +117,16 @@ bench-rdma: $(READY)   ## figures of RDMA between two small hosts with Soft-RoCE
 bench-gpu: $(READY)-$(GPU)   ## figures of all NVIDIA GPUs here beside NCCL, Gloo and raw copies
 	$(PY) benchmarks/gpu.py --out docs/figures
 
-docs: $(READY)   ## write the generated tables of docs/
+# The variable silences an advertisement of mkdocs-material for its successor, which is no warning about these pages.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)-docs   ## write the generated tables of docs/, and build the site into build/site; a warning fails
 	$(PY) docs/generate.py
+	$(VENV)/bin/mkdocs build --strict --quiet
+
+dist: $(READY)-docs   ## build the source archive and the wheel into dist/, and check them as PyPI does
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(VENV)/bin/twine check --strict dist/*
 
 clean:   ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

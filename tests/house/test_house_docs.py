@@ -17,7 +17,7 @@ from xvcomm import config
 
 def pages(root: Path) -> list[Path]:
     """Every Markdown page of the project."""
-    return [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
 def help_of(command: str) -> str:
@@ -51,6 +51,13 @@ def test_generated_parts_match_the_code(root: Path, name: str, line: str) -> Non
     assert page.read_text() == generate["rendered"](name), "run `make docs`"
 
 
+def test_all_pages_are_in_the_site(root: Path) -> None:
+    named = set(re.findall(r"[\w/-]+\.md$", (root / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {str(page.relative_to(root / "docs")) for page in (root / "docs").rglob("*.md")} - named == {
+        f"figures/{page.name}" for page in (root / "docs" / "figures").glob("*.md")
+    }
+
+
 def test_make_targets_exist(root: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
     names = {name for page in pages(root) for name in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.M)}
@@ -77,7 +84,7 @@ def test_variables_exist(root: Path) -> None:
         assert named <= known, page.name
 
 
-@pytest.mark.parametrize("folder", [".", "docs"])
+@pytest.mark.parametrize("folder", [".", "docs", "docs/tutorials", "docs/api"])
 def test_links_between_pages_lead_somewhere(root: Path, folder: str) -> None:
     for page in (root / folder).glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
