@@ -11,6 +11,7 @@ from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Device
 from xvcomm.abc.store import Store
 from xvcomm.backends.ccl.collective import CclCollective
+from xvcomm.backends.ccl.joining import version_text
 from xvcomm.backends.gpu.device import GpuDevice, choose
 from xvcomm.backends.gpu.peer_memory import apart
 from xvcomm.backends.gpu.vendor import Library, Runtime, VendorError
@@ -54,6 +55,17 @@ class GpuBackend(Backend):
             reason = f"no jobs of this vendor's GPUs alone, and no islands of several: {type(error).__name__}: {error}"
             return reason, f"reinstall xvcomm[{self.kind}]"
         return None
+
+    @abstractmethod
+    def driver(self) -> str:
+        """Version of the kernel's driver; empty if it tells none."""
+
+    def versions(self) -> dict[str, str]:
+        found = {"driver": self.driver()}
+        with contextlib.suppress(*_NOT_LOADED):
+            library = self.library(self.runtime().architecture(0))
+            found[library.name] = version_text(library.version())
+        return {name: version for name, version in found.items() if version}
 
     def device(self, config: Config) -> Device:
         with self._loading():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,13 @@ class CudaBackend(GpuBackend):
         if code:
             return f"the driver returns error {code}", "check nvidia-smi; a reboot may be needed after an update"
         return None
+
+    def driver(self) -> str:
+        try:
+            words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+        except (OSError, IndexError):
+            return ""
+        return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
     def runtime(self) -> CudaRuntime:
         from xvcomm.backends.cuda.runtime import CudaRuntime

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,12 @@ class RocmBackend(GpuBackend):
         if code:
             return f"HIP returns error {code}", "check rocminfo; driver and ROCm may be incompatible"
         return None
+
+    def driver(self) -> str:
+        try:
+            return Path("/sys/module/amdgpu/version").read_text().strip()
+        except OSError:  # the kernel's own amdgpu tells no version
+            return ""
 
     def runtime(self) -> HipRuntime:
         from xvcomm.backends.rocm.runtime import HipRuntime

@@ -36,8 +36,13 @@ def forbid(hosts, here, there):
 
 
 def reach(hosts, *options, code=0, **job):
-    """What `xvcomm doctor --reach` prints, and its exit code on rank 0."""
-    ranks = hosts.start_ranks(Path(sys.executable).with_name("xvcomm"), "doctor", "--reach", *options, **job)
+    """What `xvcomm doctor --reach` prints."""
+    return doctor(hosts, "--reach", *options, code=code, **job)
+
+
+def doctor(hosts, *options, code=0, **job):
+    """What `xvcomm doctor` prints as the ranks of a job; `code` is its exit code on rank 0."""
+    ranks = hosts.start_ranks(Path(sys.executable).with_name("xvcomm"), "doctor", *options, **job)
     first, *others = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [code, *(0 for _ in others)], (first, others)
     return first[first.index("{") :] if "--json" in options else first
@@ -181,6 +186,27 @@ def test_who_reaches_whom(routed):
     )
     assert re.search(rf"b to a: 10.2.1.1 \({names[1][1]}\) to 10.1.1.1 \({names[1][0]}\) port \d+: no answer", text)
     assert text.count(" port ") == 2, text
+
+
+@pytest.mark.parametrize("two_hosts", [SUBNETS], indirect=True)
+def test_what_differs(routed):
+    """`xvcomm doctor --cluster` lists what is blocked between hosts."""
+    forbid(routed, *STRAIGHT[1])
+    for pair in CROSSED:
+        forbid(routed, *pair)
+    found = json.loads(doctor(routed, "--cluster", "--json", code=1))
+    (told,) = found["differences"]
+    assert found["hosts"] == ["a", "b"] and told["what"] == "blocked connections"
+    assert sorted(where for _, where in told["values"]) == ["a to b", "b to a"]
+    assert "Permission denied" in str(told["values"])
+
+
+def test_mtus_differ(two_hosts):
+    """And networks with an MTU of their own at each end."""
+    two_hosts.ip(1, "link", "set", two_hosts.interface(1, 0), "mtu", "1400")
+    (told,) = json.loads(doctor(two_hosts, "--cluster", "--json", code=1))["differences"]
+    assert told["what"].startswith("MTU in ") and told["values"] == [["1500", "a"], ["1400", "b"]]
+    assert "ip link set" in told["remedy"]
 
 
 @pytest.mark.parametrize("two_hosts", [{"addresses": [SIX]}], indirect=True)

@@ -51,7 +51,7 @@ def test_generated_parts_match_the_code(root: Path, name: str, line: str) -> Non
     assert page.read_text() == generate["rendered"](name), "run `make docs`"
 
 
-def test_all_pages_are_in_the_site(root: Path) -> None:
+def test_all_pages_are_in_the_navigation(root: Path) -> None:
     named = set(re.findall(r"[\w/-]+\.md$", (root / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {str(page.relative_to(root / "docs")) for page in (root / "docs").rglob("*.md")} - named == {
         f"figures/{page.name}" for page in (root / "docs" / "figures").glob("*.md")

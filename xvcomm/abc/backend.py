@@ -61,6 +61,13 @@ class Backend(ABC):
         """What it cannot do here though nothing refuses it, and what to do about that; may load the vendor's libraries."""
         return None
 
+    def versions(self) -> dict[str, str]:
+        """Versions of its driver and of its native library, which ranks of one island should share, by their names.
+
+        Asked only where nothing refuses; may load the vendor's libraries. Leaves out what cannot be had.
+        """
+        return {}
+
     @abstractmethod
     def device(self, config: Config) -> Device:
         """This rank's device."""

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from xvcomm.abc.transport import Interface
 from xvcomm.backends.rdma import report as rdma
-from xvcomm.cli import reach
+from xvcomm.cli import cluster, reach
 from xvcomm.config import Config, table
 from xvcomm.engine.session import plugins, watchdog
 from xvcomm.engine.session.presence import NOWHERE, Presence
@@ -73,11 +73,17 @@ def doctor(
     hosts: Annotated[
         bool, typer.Option("--reach", help="Show which hosts reach each other; start it as a job's ranks.")
     ] = False,
+    ranks: Annotated[
+        bool, typer.Option("--cluster", help="Show what differs between the ranks of a job; start it as these.")
+    ] = False,
 ) -> None:
     """Examine this machine: cores, memory, limits, versions, backends and transports, and the settings.
 
-    Exits with code 1 if jobs on host memory cannot work here; with --reach, if two hosts do not reach each other.
+    Exits with code 1 if jobs on host memory cannot work here; with --reach, if two hosts do not reach each other; with --cluster,
+    if ranks differ or a connection is blocked.
     """
+    if ranks:
+        raise typer.Exit(0 if cluster.cluster(os.environ, as_json) else 1)
     if hosts:
         raise typer.Exit(0 if reach.reach(os.environ, as_json) else 1)
     report = examine(os.environ)

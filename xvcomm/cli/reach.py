@@ -78,7 +78,7 @@ def reach(env: Mapping[str, str], as_json: bool) -> bool:
     deadline = Deadline.after(config.timeout)
     base = rendezvous(launcher, config, env, deadline)
     try:
-        found = _find(PrefixStore("reach", base), launcher.rank, launcher.size, config, deadline)
+        found = find(PrefixStore("reach", base), launcher.rank, launcher.size, config, deadline)
     finally:
         base.close()
     if found is None:
@@ -90,7 +90,7 @@ def reach(env: Mapping[str, str], as_json: bool) -> bool:
     return not found.apart()
 
 
-def _find(store: Store, rank: int, size: int, config: Config, deadline: Deadline) -> Reach | None:
+def find(store: Store, rank: int, size: int, config: Config, deadline: Deadline) -> Reach | None:
     """Try the routes together with the other ranks; rank 0 gets the result."""
     place = _Place(host_identity(config.shm_dir, config.host), config.host or socket.gethostname())
     store.set(f"place/{rank}", msgspec.msgpack.encode(place), deadline)
