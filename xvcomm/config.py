@@ -85,8 +85,8 @@ class Config:
     )
     affinity: str | None = _var(
         None,
-        'File in JSON that gives RDMA devices to GPUs by PCIe address, `{"0000:65:00.0": ["mlx5_0"]}`. GPUs that it does '
-        "not name use the devices that are nearest to them on PCIe.",
+        'File in JSON that gives RDMA devices to GPUs by PCIe address, `{"0000:65:00.0": ["mlx5_0"]}`, or one that `xvcomm topo` '
+        "has written. GPUs that it does not name use the devices that are nearest to them on PCIe.",
     )
     rdma_pairs: int = _var(
         2,

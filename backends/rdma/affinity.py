@@ -12,6 +12,7 @@ import msgspec
 
 from xvcomm.backends.rdma import sysfs
 from xvcomm.errors import ConfigError
+from xvcomm.types import cluster
 
 PCIE = Path("/sys/bus/pci/devices")
 _BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -40,19 +41,21 @@ class Distance(enum.IntEnum):
 
 
 def nearest(
-    gpu: str, names: Sequence[str], file: str | None, pcie: Path = PCIE, root: Path = sysfs.ROOT
+    gpu: str, names: Sequence[str], file: str | None, host: str = "", pcie: Path = PCIE, root: Path = sysfs.ROOT
 ) -> tuple[list[str], dict[str, str]]:
     """The RDMA devices that a GPU should use, and why not the others.
 
     Args:
         gpu: PCIe address.
         names: of the devices that can be used.
-        file: in JSON, the devices of GPUs by PCIe address; without, and for GPUs that it does not name, the nearest ones.
+        file: in JSON, the devices of GPUs by PCIe address, or a file of `xvcomm topo`; without, and for GPUs that it does not
+            name, the nearest ones.
+        host: this host's name in a file of `xvcomm topo`.
 
     Raises:
         ConfigError: the file cannot be read, or names none of the devices.
     """
-    wanted = _of_file(file, gpu) if file else None
+    wanted = _of_file(file, gpu, host) if file else None
     if not names:
         return [], {}
     if wanted is not None:
@@ -70,14 +73,24 @@ def nearest(
     return near, {name: f"{why}, instead of {found[name].text}" for name in names if name not in near}
 
 
-def _of_file(file: str, gpu: str) -> list[str] | None:
+def _of_file(file: str, gpu: str, host: str) -> list[str] | None:
     """The devices that a file gives to a GPU; None if it does not name the GPU."""
     try:
-        given: Mapping[str, list[str]] = msgspec.json.decode(Path(file).read_bytes(), type=dict[str, list[str]])
-    except (OSError, msgspec.MsgspecError) as error:
+        given = _given(Path(file).read_bytes(), host)
+    except (OSError, ValueError) as error:
         example = '{"0000:65:00.0": ["mlx5_0"]}'
-        raise ConfigError(f"XVCOMM_AFFINITY must name a file such as {example}; {file}: {error}") from error
+        raise ConfigError(
+            f"XVCOMM_AFFINITY must name a file such as {example}, or one of xvcomm topo; {file}: {error}"
+        ) from error
     return next((names for address, names in given.items() if _normal(address) == _normal(gpu)), None)
+
+
+def _given(text: bytes, host: str) -> Mapping[str, list[str]]:
+    """RDMA devices by the GPUs' addresses, from a file of either form."""
+    if "hosts" not in msgspec.json.decode(text, type=dict[str, msgspec.Raw]):
+        return msgspec.json.decode(text, type=dict[str, list[str]])
+    ranks = [rank for found in cluster.read(text).hosts if found.name == host for rank in found.ranks]
+    return {rank.pcie: rank.nics for rank in ranks if rank.pcie and rank.nics}
 
 
 def _normal(address: str) -> str:

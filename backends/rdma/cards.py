@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -65,7 +66,7 @@ def open_cards(
             refused.setdefault(str(error), []).append(name)
     gpu, far = None, dict[str, str]()
     if config.device_direct and isinstance(device, SupportsNicMemory):
-        names, far = nearest(device.bus(), names, config.affinity)
+        names, far = nearest(device.bus(), names, config.affinity, config.host or socket.gethostname())
         open_all(names)
         if domains:
             gpu = _try_direct(device, domains, interfaces, settings.options(config, env))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from xvcomm.types import cluster
+
 SUBNETS = {"addresses": ["10.{side}.{link}.1/24"]}
 """Each interface is in a network of its own; see `routed`."""
 SIX = "fd77:{link}::{side}/64"
@@ -207,6 +209,24 @@ def test_mtus_differ(two_hosts):
     (told,) = json.loads(doctor(two_hosts, "--cluster", "--json", code=1))["differences"]
     assert told["what"].startswith("MTU in ") and told["values"] == [["1500", "a"], ["1400", "b"]]
     assert "ip link set" in told["remedy"]
+
+
+@pytest.mark.parametrize("two_hosts", [{"rate": ["400mbit", "100mbit"]}], indirect=True)
+def test_topology(two_hosts, tmp_path):
+    """`xvcomm topo` measures each interface of both hosts: one is four times as fast as the other."""
+    xvcomm, file = Path(sys.executable).with_name("xvcomm"), tmp_path / "topo.json"
+    ranks = two_hosts.start_ranks(xvcomm, "topo", "--seconds", "1", "--out", file, sides=(0, 0, 1, 1))
+    first, *others = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4 and not any(others), (first, others)
+    assert "host a\n  rank 0  island host  host\n" in first and "a to b: 0.0" in first
+    found = cluster.read(file.read_bytes())
+    assert [[place.rank for place in host.ranks] for host in found.hosts] == [[0, 1], [2, 3]]
+    assert [[nic.name for nic in host.nics] for host in found.hosts] == [
+        [two_hosts.interface(side, link) for link in range(2)] for side in range(2)
+    ]
+    for source in "ab":
+        fast, slow = (rail.speed for rail in found.rails if rail.source == source)
+        assert 0.030e9 < fast < 0.060e9 and 0.005e9 < slow < 0.020e9, found.rails
 
 
 @pytest.mark.parametrize("two_hosts", [{"addresses": [SIX]}], indirect=True)

@@ -132,7 +132,7 @@ for group in ("xvcomm.backends", "xvcomm.transports"):
 
 def test_command_from_an_empty_folder(installed: Installed) -> None:
     text = installed.run("xvcomm", "--help")
-    assert all(command in text for command in ("run", "doctor", "bench", "plan", "certify"))
+    assert all(command in text for command in ("run", "doctor", "topo", "bench", "plan", "certify"))
 
 
 def test_two_ranks_from_an_empty_folder(installed: Installed) -> None:

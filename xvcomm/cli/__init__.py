@@ -1,4 +1,4 @@
-"""The `xvcomm` command: run a job, examine the machine, measure operations, print plans, certify a cluster, show traces."""
+"""The `xvcomm` command: run a job, examine a machine, draw a cluster, measure, print plans, certify, show traces."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from xvcomm.errors import XvcommError
 _MODULES = {
     "run": "run",
     "doctor": "doctor",
+    "topo": "topo",
     "explain": "explain",
     "trace": "trace",
     "bench": "bench.command",

@@ -1,0 +1,136 @@
+"""`xvcomm topo`: the file, the text, the drawing, and in which order pairs of hosts are measured."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from xvcomm.abc.transport import Interface
+from xvcomm.backends.rdma.affinity import nearest
+from xvcomm.backends.tcp import TcpTransport
+from xvcomm.cli import app
+from xvcomm.cli.drawing import draw
+from xvcomm.cli.survey import interfaces, merged, rounds
+from xvcomm.cli.topo import lines
+from xvcomm.config import Config
+from xvcomm.errors import ArgumentError, ConfigError
+from xvcomm.types import cluster
+from xvcomm.types.cluster import Cluster, Host, Nic, Place, Rail
+
+GPU = "0000:65:00.0"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def host(name: str, number: int, island: str, first: int) -> Host:
+    nics = [Nic(f"eth{i}", [f"10.{i}.0.{number}/24"], f"mlx5_{i}", f"0000:6{i}:00.0", i, 200) for i in range(2)]
+    far = {"eth0": "another NUMA node", "eth1": "the same switch"}
+    return Host(name, [Place(first, island, island, GPU, ["mlx5_1"], far), Place(first + 1, island, "host")], nics)
+
+
+RAILS = [
+    Rail("node7", "node8", "10.0.0.7", "10.0.0.8", "rdma", 2e10),
+    Rail("node7", "node8", "10.1.0.7", "10.1.0.8", "tcp", 3e9),
+    Rail("node8", "node7", "10.0.0.8", "10.0.0.7", "rdma", 1e10),
+    Rail("node8", "node7", "192.168.0.8", "192.168.0.7", "tcp", 1e9),
+]
+TWO = Cluster([host("node7", 7, "cuda", 0), host("node8", 8, "ro<m", 2)], RAILS)
+
+
+def test_file_is_read_as_it_was_written() -> None:
+    assert cluster.read(cluster.write(TWO)) == TWO
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[", b'{"hosts": [], "format": 2}'])
+def test_other_files_are_refused(tmp_path: Path, text: bytes) -> None:
+    with pytest.raises(ValueError):
+        cluster.read(text)
+    (tmp_path / "other.json").write_bytes(text)
+    result = CliRunner().invoke(app, ["topo", str(tmp_path / "other.json")])
+    assert isinstance(result.exception, ArgumentError) and "other.json is no topology file" in str(result.exception)
+
+
+def test_text() -> None:
+    text = "\n".join(lines(TWO))
+    assert text.startswith("4 ranks on 2 hosts; islands: cuda x 2, ro<m x 2\n\nhost node7\n")
+    assert "  rank 0  island cuda  cuda  0000:65:00.0  uses mlx5_1\n  rank 1  island cuda  host\n" in text
+    assert "  eth1  10.1.0.7/24  200 Gbit/s  mlx5_1  0000:61:00.0  NUMA node 1\n" in text
+    assert "  PCIe    eth0               eth1\n  rank 0  another NUMA node  the same switch\n" in text
+    assert "  node7 to node8: 23.00 GB/s\n    10.0.0.7 to 10.0.0.8  rdma  20.00 GB/s\n" in text
+    assert next(lines(Cluster([], rehearsal=True))).endswith("; a rehearsal")
+
+
+def test_drawing() -> None:
+    root = ElementTree.fromstring(draw(TWO))
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    for told in ("host node7", "rank 3", "island ro<m", "cuda 0000:65:00.0", "eth1: the same switch", "eth0 mlx5_0"):
+        assert told in texts
+    assert texts[-1] == "node8 to node7: 192.168.0.8 to 192.168.0.7 (tcp) 1.00 GB/s"
+    assert len(list(root.iter(f"{SVG}path"))) == 3  # both directions of a connection are one curve
+    thick = [line for line in root.iter(f"{SVG}line") if line.get("stroke-width") == "2"]
+    assert [line[0].text for line in thick] == ["rank 0 to eth1: the same switch", "rank 2 to eth1: the same switch"]
+    width, height = (float(root.get(name, "0")) for name in ("width", "height"))
+    for element in root.iter():
+        assert float(element.get("x", "0")) <= width and float(element.get("y", "0")) <= height
+
+
+def test_a_file_is_drawn_without_a_job(tmp_path: Path) -> None:
+    file, picture, copy = tmp_path / "topo.json", tmp_path / "topo.svg", tmp_path / "copy.json"
+    file.write_bytes(cluster.write(TWO))
+    result = CliRunner().invoke(app, ["topo", str(file), "--svg", str(picture), "--out", str(copy)])
+    assert result.output.splitlines() == list(lines(TWO))
+    assert picture.read_text() == draw(TWO)
+    assert cluster.read(copy.read_bytes()) == TWO
+
+
+def test_a_topology_file_gives_devices_to_gpus(tmp_path: Path) -> None:
+    file = tmp_path / "topo.json"
+    file.write_bytes(cluster.write(TWO))
+    near, far = nearest(GPU, ["mlx5_0", "mlx5_1"], str(file), "node8")
+    assert (near, list(far)) == (["mlx5_1"], ["mlx5_0"])
+    assert nearest(GPU, ["mlx5_0", "mlx5_1"], str(file), "node9", pcie=tmp_path, root=tmp_path)[0] == [
+        "mlx5_0",
+        "mlx5_1",
+    ]
+    file.write_text('{"hosts": 3}')
+    with pytest.raises(ConfigError, match="XVCOMM_AFFINITY"):
+        nearest(GPU, ["mlx5_0"], str(file), "node8")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 64])
+def test_each_pair_is_measured_once_and_no_host_twice_at_a_time(count: int) -> None:
+    made = list(rounds(count))
+    assert sorted(itertools.chain.from_iterable(made)) == list(itertools.combinations(range(count), 2))
+    assert all(len({*itertools.chain.from_iterable(pairs)}) == 2 * len(pairs) for pairs in made)
+    assert len(made) <= count
+
+
+def test_connections_between_the_same_addresses_are_one() -> None:
+    assert merged([RAILS[0], RAILS[1], RAILS[0]]) == [
+        Rail("node7", "node8", "10.0.0.7", "10.0.0.8", "rdma", 4e10),
+        RAILS[1],
+    ]
+
+
+def test_interfaces_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    used = [
+        Interface("eth0", "10.0.0.7/24", True, ""),
+        Interface("eth0", "fd00::7/64", True, ""),
+        Interface("lo", "", False, ""),
+    ]
+    monkeypatch.setattr(TcpTransport, "interfaces", lambda config, env: used)
+    net, rdma = tmp_path / "net", tmp_path / "infiniband"
+    device = tmp_path / "devices" / "pci0000:60" / "0000:66:00.0"
+    (device / "net" / "eth0").mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    for folder in (net / "eth0", rdma / "mlx5_0"):
+        folder.mkdir(parents=True)
+        (folder / "device").symlink_to(device)
+    (net / "eth0" / "speed").write_text("25000\n")
+    (found,) = interfaces(Config(), {}, net, rdma)
+    assert found == Nic("eth0", ["10.0.0.7/24", "fd00::7/64"], "mlx5_0", "0000:66:00.0", 1, 25)
+    (net / "eth0" / "speed").write_text("-1\n")
+    assert interfaces(Config(), {}, net, rdma)[0].gigabits == 0

@@ -1,0 +1,99 @@
+"""The hosts of a job with their ranks, GPUs and network interfaces: what `xvcomm topo` draws, and writes to a file."""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMAT = 1
+
+
+class Nic(msgspec.Struct, frozen=True):
+    """A network interface that is used between hosts.
+
+    Attributes:
+        name: `eth0`.
+        addresses: of it.
+        rdma: its RDMA device, `mlx5_0`; empty if it has none.
+        pcie: its PCIe address; empty for software devices.
+        numa_node: that it is near to; -1 if the kernel does not know.
+        gigabits: its speed by its driver, in Gbit/s; 0 if that tells none.
+    """
+
+    name: str
+    addresses: list[str]
+    rdma: str = ""
+    pcie: str = ""
+    numa_node: int = -1
+    gigabits: float = 0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A rank.
+
+    Attributes:
+        rank: its number.
+        island: its label.
+        device: `cuda`, `rocm` or `host`.
+        pcie: address of its GPU; empty on host memory.
+        nics: RDMA devices that its GPU uses. In a file for XVCOMM_AFFINITY: that it shall use.
+        distances: what lies between its GPU and each network interface, by its name.
+    """
+
+    rank: int
+    island: str
+    device: str
+    pcie: str = ""
+    nics: list[str] = []  # msgspec copies it
+    distances: dict[str, str] = {}
+
+
+class Host(msgspec.Struct, frozen=True):
+    """A host of the job."""
+
+    name: str
+    ranks: list[Place]
+    nics: list[Nic]
+
+
+class Rail(msgspec.Struct, frozen=True):
+    """A connection from a host to another one, with the bytes a second that it carried while it was measured."""
+
+    source: str
+    target: str
+    local: str
+    remote: str
+    scheme: str
+    speed: float
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """All hosts, and the connections between them.
+
+    Attributes:
+        rehearsal: whether labels made islands or hosts.
+    """
+
+    hosts: list[Host]
+    rails: list[Rail] = []
+    rehearsal: bool = False
+    format: int = FORMAT
+
+
+_DECODER = msgspec.json.Decoder(Cluster)
+
+
+def read(text: bytes) -> Cluster:
+    """A topology file.
+
+    Raises:
+        ValueError: it is none, or of another version.
+    """
+    found = _DECODER.decode(text)
+    if found.format != FORMAT:
+        raise ValueError(f"the file has format {found.format}, and this version of xvcomm reads format {FORMAT}")
+    return found
+
+
+def write(cluster: Cluster) -> bytes:
+    """The cluster as a topology file, to be read and edited by people too."""
+    return msgspec.json.format(msgspec.json.encode(cluster), indent=2) + b"\n"
