@@ -47,6 +47,17 @@ def test_differences_of_settings_and_limits() -> None:
     assert all(one["remedy"] for one in found["differences"])
 
 
+def test_topology_of_ranks_with_gpus(rocm_path: Path) -> None:
+    pytest.importorskip("rocm.bindings", reason="hip-python is not installed")
+    command = [sys.executable, "-m", "xvcomm", "run", "-n", "2", "--no-prefix", "--", "xvcomm", "topo"]
+    env = {**ENV, "ROCM_PATH": str(rocm_path), "XVCOMM_DEVICE": "rocm"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ranks on 1 host; islands: rocm x 2\n")
+    assert "  rank 1  island rocm  rocm  0000:02:00\n" in done.stdout
+    assert "  rank 1  an unknown distance\n" in done.stdout
+
+
 def test_ranks_with_gpus(rocm_path: Path) -> None:
     """What NCCL and RCCL read is compared as well; versions of libraries and drivers that are the same are not told."""
     pytest.importorskip("rocm.bindings", reason="hip-python is not installed")

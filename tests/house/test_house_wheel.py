@@ -8,11 +8,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import xvcomm
 
 FOLDERS = {"xvcomm": "xvcomm", "backends": "xvcomm/backends", "adapters": "xvcomm/adapters"}
 
@@ -109,7 +112,22 @@ def test_source_archive_holds_the_tree_without_links(dist: Path, root: Path) -> 
     assert not any(m.issym() or m.islnk() for m in members.values())
     assert not any(name.startswith(("xvcomm/backends", "xvcomm/adapters")) for name in members)
     wanted = ("backends/__init__.py", "adapters/__init__.py", "tests/conftest.py", "Makefile", "constraints.txt")
+    wanted += ("mkdocs.yml", "docs/tutorials/index.md", "SECURITY.md", "CITATION.cff")
     assert [name for name in wanted if name not in members] == []
+
+
+def test_archives_are_fit_for_pypi(dist: Path) -> None:
+    """As `make dist` checks them; `make test` has no twine."""
+    pytest.importorskip("twine", reason="twine is not installed: pip install 'xvcomm[docs]'")
+    text = execute(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir(), cwd=dist)
+    assert text.count("PASSED") == 2
+
+
+def test_the_version_is_told_alike(root: Path) -> None:
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert version == xvcomm.__version__
+    assert f"\nversion: {version}\n" in (root / "CITATION.cff").read_text()
+    assert f" {version}" in (root / "CHANGELOG.md").read_text()
 
 
 def test_import_from_an_empty_folder(installed: Installed) -> None:
