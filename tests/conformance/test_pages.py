@@ -124,7 +124,7 @@ def programs() -> dict[str, list[tuple[str, str]]]:
     return jobs
 
 
-@pytest.mark.parametrize("job", list(SIZES))
+@pytest.mark.parametrize("job", ["numpy", *(pytest.param(job, marks=pytest.mark.slow) for job in ("torch", "jax"))])
 def test_fragments_run(job: str, tmp_path: Path) -> None:
     if job != "numpy" and not (find_spec("torch") and find_spec("jax")):
         pytest.skip("torch or jax is not installed")
