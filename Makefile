@@ -121,7 +121,7 @@ bench-gpu: $(READY)-$(GPU)   ## figures of all NVIDIA GPUs here beside NCCL, Glo
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY)-docs   ## write the generated tables of docs/, and build the site into build/site; a warning fails
 	$(PY) docs/generate.py
-	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/mkdocs build --strict
 
 dist: $(READY)-docs   ## build the source archive and the wheel into dist/, and check them as PyPI does
 	rm -rf dist

@@ -74,6 +74,12 @@ FRAGMENTS = [
         "def train(comm, step):\n    comm.all_reduce(np.ones(4)); done.append(step)",
         "assert done == [0, 1, 2]",
     ),
+    Fragment(
+        "docs/faults.md", "with xvcomm.init() as comm:", "numpy",
+        "import numpy as np, xvcomm\nsteps = 3; done = []\ndef catch_up(comm, step): return step\n"
+        "def train(comm, step):\n    comm.all_reduce(np.ones(4)); done.append(step)",
+        "assert done == [0, 1, 2]",
+    ),
     Fragment("docs/faults.md", "for record in comm.history()", "numpy", _COMM + "comm.barrier()", "assert record.describe()"),
     Fragment(
         "docs/gpus.md", "import os", "torch", "import torch\ntorch.cuda.set_device = lambda index: None", "assert comm.size == 2"
