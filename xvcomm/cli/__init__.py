@@ -22,7 +22,7 @@ _MODULES = {
     "trace": "trace",
     "bench": "bench.command",
     "plan": "plan",
-    "certify": "certify",
+    "certify": "certify.command",
 }
 """Where the function of each command is."""
 _SETTINGS: dict[str, Any] = {"run": {"allow_interspersed_args": False}}  # options after the script belong to the script

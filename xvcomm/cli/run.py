@@ -188,7 +188,7 @@ def job_environment() -> Iterator[dict[str, str]]:
         "XVCOMM_STORE": f"{server.address}?hosted=launcher",
         "XVCOMM_SECRET": secret,
         "MASTER_ADDR": local,
-        "MASTER_PORT": str(_free_port(local)),
+        "MASTER_PORT": str(free_port(local)),
     }
     try:
         with member_environment(variables) as common:
@@ -252,7 +252,8 @@ def terminal_environment(labels: Sequence[str], prefix: bool) -> dict[str, str]:
     return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(20, shutil.get_terminal_size().columns - taken - 1))}
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A port of an address that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

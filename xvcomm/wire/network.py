@@ -24,7 +24,7 @@ from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
-from xvcomm.types.route import Route
+from xvcomm.types.route import Ends, Route
 from xvcomm.wire import handshake
 from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
@@ -190,6 +190,12 @@ class Network:
     def rails(self) -> list[Rail]:
         """See `Transport.rails`."""
         return [rail for link in list(self._links.values()) for rail in link.state()]
+
+    def lose(self, rank: int, which: Ends) -> None:
+        """Take a connection to a rank out of use as if it had broken, to try whether others replace it."""
+        for index, rail in list(self._links[rank].rails.items()):
+            if rail.ends == which:
+                self.carrier.drop(index)
 
     def paths(self) -> list[Path]:
         """See `Transport.paths`."""

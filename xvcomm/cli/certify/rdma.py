@@ -1,4 +1,4 @@
-"""`xvcomm certify --rdma`: prove that RDMA carries between the hosts of a job: bits, rails, and speed beside plain WRITEs."""
+"""RDMA between the hosts of a job: bits, rails, and speed beside plain WRITEs; alone as `xvcomm certify --rdma`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import psutil
-import typer
 from rich.console import Console
 from rich.table import Table
 
 import xvcomm
+from xvcomm.cli.certify import contract
+from xvcomm.cli.certify.job import Job
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
 from xvcomm.errors import ResourceError
 from xvcomm.types.route import Ends
 
 if TYPE_CHECKING:
+    from xvcomm.cli.certify.control import Control
     from xvcomm.comm.communicator import Communicator
 
 _T = TypeVar("_T")
+_REMEDY = "follow docs/rdma.md, from `xvcomm doctor` on; XVCOMM_RDMA=0 turns RDMA off until it is right"
 _MEET_SECONDS = 10.0
 """How long rails of RDMA may take to come up."""
 _MESSAGES, _NBYTES = 300, 1 << 20
 """Random messages that are compared in each direction; the size of the largest of them, and of those that are timed."""
 _SETTLE_SECONDS = 0.5
 """No new rail in this time: all are up."""
+_SECTION_SECONDS, _PATIENCE = 1.0, 300.0
+"""That each speed is measured for in a section, and that the other ranks wait for it."""
 _TRIED = 8
 """Messages by which it is found out how many take the time that was asked for."""
 
@@ -85,28 +90,18 @@ class Report:
         return bool(self.directions) and all(direction.passed for direction in self.directions)
 
 
-def certify(
-    rdma: Annotated[
-        bool, typer.Option("--rdma", help="RDMA between the hosts of a job; start it as a job's ranks.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for certify-rdma.json and certify-rdma.txt.")] = None,
-    seconds: Annotated[float, typer.Option(help="That each speed is measured for.", min=0.01)] = 2.0,
-) -> None:
-    """Prove what carries data between the hosts of a job, with arrays in host memory.
-
-    The first rank of each host takes part, and rank 0 prints the report. Exits with code 1 if in some direction bytes were wrong,
-    or did not go over RDMA.
+def certify_rdma(out: Path | None, seconds: float) -> int:
+    """Certify RDMA alone, with arrays in host memory; rank 0 prints the report. The exit code of this rank is 1 if in some
+    direction bytes were wrong, or did not go over RDMA.
     """
-    if not rdma:
-        raise typer.BadParameter("say what to certify: --rdma")
     with xvcomm.init(device="host") as comm:
-        report = _Trial(comm, seconds).run()
+        report = RdmaTrial(comm, seconds).run()
     if report is not None:
         _write(report, out)
-    raise typer.Exit(0 if report is None or report.passed else 1)
+    return 0 if report is None or report.passed else 1
 
 
-class _Trial:
+class RdmaTrial:
     """Tries all directions, one after the other."""
 
     def __init__(self, comm: Communicator, seconds: float) -> None:
@@ -287,27 +282,28 @@ def _write(report: Report, out: Path | None) -> None:
             _show(report, console)
 
 
-def _show(report: Report, console: Console) -> None:
-    if not report.directions:
-        console.print("All ranks are on one host: there is nothing to certify.")
-        return
-    table = Table(
-        "from",
-        "to",
-        "rails",
-        "wrong messages",
-        "GB/s",
-        "plain WRITEs",
-        "by RDMA",
-        "result",
-        title=f"RDMA, {report.date}",
-    )
+def _table(report: Report) -> contract.Table:
+    columns = ["from", "to", "rails", "wrong messages", "GB/s", "plain WRITEs", "by RDMA", "result"]
+    table = contract.Table(f"RDMA, {report.date}", columns)
     for found in report.directions:
         plain = "" if found.plain is None else f"{found.plain / 1e9:.3f}"
         wrong, by_rdma = f"{found.wrong} of {found.compared}", f"{100 * found.by_rdma:.0f} %"
         result = "passed" if found.passed else "FAILED"
         rails = f"{len(found.rails)}, {found.lost} lost"
-        table.add_row(found.source, found.target, rails, wrong, f"{found.speed / 1e9:.3f}", plain, by_rdma, result)
+        table.rows.append(
+            [found.source, found.target, rails, wrong, f"{found.speed / 1e9:.3f}", plain, by_rdma, result]
+        )
+    return table
+
+
+def _show(report: Report, console: Console) -> None:
+    if not report.directions:
+        console.print("All ranks are on one host: there is nothing to certify.")
+        return
+    made = _table(report)
+    table = Table(*made.columns, title=made.title)
+    for row in made.rows:
+        table.add_row(*row)
     console.print(table)
     for found in report.directions:
         if found.trouble:
@@ -315,3 +311,30 @@ def _show(report: Report, console: Console) -> None:
     console.print(
         f"{'Passed' if report.passed else 'FAILED'}. Rings in GPU memory that a network card reaches are not built."
     )
+
+
+def _run(comm: Communicator, control: Control, job: Job, result: contract.Result) -> None:
+    report = RdmaTrial(comm, _SECTION_SECONDS).run()
+    control.meet(seconds=_PATIENCE)
+    if report is None:
+        return
+    result.tables.append(_table(report))
+    result.done = result.planned = len(report.directions)
+    for found in report.directions:
+        way = f"{found.source} to {found.target}"
+        if not found.passed:
+            what = f"{way}: {found.wrong} of {found.compared} messages wrong, {100 * found.by_rdma:.0f} % by RDMA"
+            result.findings.append(contract.Finding(what, _REMEDY))
+        if found.trouble:
+            result.findings.append(contract.Finding(f"{way}: {found.trouble}", _REMEDY, wrong=False))
+
+
+def _needs(job: Job) -> str:
+    if not job.spread:
+        return "all ranks are on one host"
+    if job.kinds != ["host"]:
+        return "it sends arrays in host memory: run `xvcomm certify --rdma` as the ranks of a job"
+    return "" if job.rdma else "not all machines have RDMA devices"
+
+
+SECTION = contract.Section("rdma", "RDMA between hosts: bits, rails, speed beside plain WRITEs", 1.0, _needs, _run)
