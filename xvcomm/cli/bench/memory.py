@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xvcomm.engine.session import plugins
 from xvcomm.errors import BackendUnavailable
 from xvcomm.memory import vendors
 from xvcomm.types.dtype import DType
@@ -80,6 +81,8 @@ class TorchMemory:
     def __init__(self, kind: str, index: int) -> None:
         import torch
 
+        if not plugins.backend(kind).serves(torch):
+            raise RuntimeError(f"it is not built for {kind}")
         self._torch, self.kind, self.index = torch, kind, index
         torch.cuda.set_device(index)
         self.device = torch.device(vendors.of(kind).torch_device, index)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 NAMES = (
-    "versions", "operations", "messages", "streams", "graphs", "faults", "rails", "rdma", "direct", "training", "speed",
+    "versions", "operations", "messages", "streams", "graphs", "faults", "rails", "failover", "rdma", "direct",
+    "training", "speed",
 )  # fmt: skip
 """Of all sections, in the order in which they run; here because the sections load numba, which the command's help need not."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from xvcomm.cli.certify.contract import Result, Section, Table
+from xvcomm.cli.certify.contract import SKIPPED, Result, Section, Table
 from xvcomm.cli.certify.control import Case, Control, Trials
 from xvcomm.cli.certify.job import Job
 from xvcomm.comm.communicator import Communicator
@@ -24,6 +24,9 @@ _LARGE = 1 << 20
 _COUNTED = 4096
 """A rail that has sent fewer bytes meanwhile did not carry the message: it has told that it is alive."""
 
+Trial = Callable[[Communicator, int, bool, dict[str, str]], None]
+"""Of a direction, on both of its ranks: the other rank, whether this one sends, and the row that a sender fills in."""
+
 _SETTLE_SECONDS = 0.5
 _BACK_SECONDS = 10.0
 _REMEDY = (
@@ -32,35 +35,47 @@ _REMEDY = (
 )
 
 
-def _run(comm: Communicator, control: Control, job: Job, result: Result) -> None:
+def _rails(comm: Communicator, control: Control, job: Job, result: Result) -> None:
+    columns = ["connections", "wrong messages", "GB/s", "carried by"]
+    _each_direction(comm, control, job, result, {"messages": _compare, "speed": _speed}, columns)
+
+
+def _failover(comm: Communicator, control: Control, job: Job, result: Result) -> None:
+    rows = _each_direction(comm, control, job, result, {"a lost connection": _lose}, ["connections", "one lost"])
+    if rows and not any(row["connections"] > "1" for row in rows):
+        result.state, result.reason = SKIPPED, "each pair of hosts has one connection, which no other can replace"
+
+
+def _each_direction(
+    comm: Communicator, control: Control, job: Job, result: Result, trials: dict[str, Trial], columns: list[str]
+) -> list[dict[str, str]]:
+    """Run trials of each direction between hosts; on rank 0 make a table of what their senders found, and give its rows."""
     members = job.hosts if comm.rank in job.hosts else ()
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    rows: dict[tuple[int, int], dict[str, str]] = {}
     cases = []
     for source, target in itertools.permutations(range(len(job.hosts)), 2):
-        way = f"rank {job.hosts[source]} to rank {job.hosts[target]}"
-        for name, trial in (("messages", _compare), ("speed", _speed), ("a lost connection", _lose)):
-            call = partial(_direction, trial, source, target, rows.setdefault((source, target), {}))
-            cases.append(Case(f"{name}, {way}", call))
+        row = rows.setdefault((source, target), {})
+        for name, trial in trials.items():
+            what = f"{name}, rank {job.hosts[source]} to rank {job.hosts[target]}"
+            cases.append(Case(what, partial(_direction, trial, source, target, row)))
     Trials(control, members, _REMEDY).run(cases, result)
     told = control.collect([[*way, row] for way, row in rows.items() if row])
-    columns = ["from rank", "to rank", "connections", "wrong messages", "GB/s", "carried by", "one lost"]
-    table = Table("Directions between hosts", columns)
-    for source, target, row in sorted((entry for _, entries in told for entry in entries), key=lambda entry: entry[:2]):
-        table.rows.append(
-            [f"{job.hosts[source]}", f"{job.hosts[target]}", *(row.get(name, "") for name in columns[2:])]
-        )
-    if len(job.hosts) < 2:
-        return
+    found = sorted((entry for _, entries in told for entry in entries), key=lambda entry: entry[:2])
+    table = Table("Directions between hosts", ["from rank", "to rank", *columns])
+    for source, target, row in found:
+        ends = [f"{job.hosts[source]}", f"{job.hosts[target]}"]
+        table.rows.append([*ends, *(row.get(name, "") for name in columns)])
     result.tables.append(table)
+    return [row for _, _, row in found]
 
 
-def _direction(trial: Any, source: int, target: int, row: dict[str, Any], comm: Communicator) -> None:
+def _direction(trial: Trial, source: int, target: int, row: dict[str, str], comm: Communicator) -> None:
     """Run a trial of one direction on its two ranks; the sender fills in the row."""
     if comm.rank in (source, target):
         trial(comm, target if comm.rank == source else source, comm.rank == source, row)
 
 
-def _compare(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -> None:
+def _compare(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> None:
     """Messages of one slot, and of many, each of which the receiver answers for."""
     a, chance = arrays(comm), np.random.default_rng(other + comm.rank)
     sizes = [*chance.integers(1, _ONE_SLOT, 24).tolist(), *[_ONE_SLOT] * 40, *[_LARGE] * 8]
@@ -91,7 +106,7 @@ def _compare(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -
     )
 
 
-def _speed(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -> None:
+def _speed(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> None:
     """Bytes a second of large messages, and what carried them."""
     a, count = arrays(comm), 64
     data, done = a.put(np.zeros(_LARGE, np.uint8)), a.put(np.zeros(1, np.uint8))
@@ -112,19 +127,20 @@ def _speed(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -> 
     row["carried by"] = ", ".join(f"{scheme} {100 * nbytes / whole:.0f} %" for scheme, nbytes in sent.items() if nbytes)
 
 
-def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -> None:
+def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> None:
     """Lose one of several connections in the middle of messages; all of them are right, and it comes back."""
     a, chance = arrays(comm), np.random.default_rng(7)
     rails = list(_sent(comm, other)) if sends else []
+    if sends:
+        row["connections"], row["one lost"] = f"{len(rails)}", "not tried"
     count = np.array([48 if len(rails) > 1 else 0])
     if sends:
         comm.send(a.put(count), other)
     else:
         count = a.get(comm.recv(a.put(count), other))
     if not count[0]:
-        row.update({"one lost": "there is one alone"} if sends else {})
         return
-    wrong, longest = 0, 0.0
+    wrong, longest, carried = 0, 0.0, 0
     for number in range(int(count[0])):
         content = chance.integers(0, 256, 256 << 10, np.uint8)
         begun = time.monotonic()
@@ -132,6 +148,7 @@ def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -> N
             wrong += not np.array_equal(a.get(comm.recv(a.put(np.zeros_like(content)), other)), content)
             continue
         if number == 16:
+            carried = _sent(comm, other)[rails[0]]
             network(comm).lose(context(comm).ranks[other], rails[0])
         comm.send(a.put(content), other)
         longest = max(longest, time.monotonic() - begun)
@@ -140,7 +157,8 @@ def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, Any]) -> N
         return
     wrong = int(a.get(comm.recv(a.put(np.zeros(1, int)), other))[0])
     begun, until = time.monotonic(), time.monotonic() + _BACK_SECONDS
-    while len(_sent(comm, other)) < len(rails) and time.monotonic() < until:
+    # The new one counts from 0 on, so that one that was not lost is not taken for it.
+    while _sent(comm, other).get(rails[0], carried) >= carried and time.monotonic() < until:
         time.sleep(0.01)
     back = f"back after {time.monotonic() - begun:.1f} s" if time.monotonic() < until else "NOT BACK"
     row["one lost"] = f"longest wait {longest:.2f} s, {back}"
@@ -181,4 +199,7 @@ def _needs(job: Job) -> str:
     return "" if job.spread else "all ranks are on one host, where rings need no connection"
 
 
-SECTION = Section("rails", "Rails: what connections between hosts carry, and one that is lost", 1.5, _needs, _run)
+RAILS = Section("rails", "Rails: what connections between hosts carry, bit by bit, and how fast", 1.0, _needs, _rails)
+FAILOVER = Section(
+    "failover", "Failover: one of several connections is lost in the middle of messages", 0.5, _needs, _failover
+)

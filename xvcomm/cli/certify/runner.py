@@ -35,8 +35,8 @@ from xvcomm.cli.doctor import cpu_model
 from xvcomm.comm.communicator import Communicator
 
 SECTIONS: tuple[Section, ...] = (
-    facts.SECTION, operations.SECTION, messages.SECTION, streams.STREAMS, streams.GRAPHS, faults.SECTION, rails.SECTION,
-    rdma.SECTION, direct.SECTION, training.SECTION, speed.SECTION,
+    facts.SECTION, operations.SECTION, messages.SECTION, streams.STREAMS, streams.GRAPHS, faults.SECTION, rails.RAILS,
+    rails.FAILOVER, rdma.SECTION, direct.SECTION, training.SECTION, speed.SECTION,
 )  # fmt: skip
 """In the order in which they run."""
 
@@ -89,7 +89,7 @@ def _setting(every: Sequence[Facts]) -> dict[str, str]:
     islands = [each.island for each in every]
     rehearsal = " (rehearsal)" if any(each.rehearsal for each in every) else ""
     return {
-        "ranks": f"{len(every)} on {len({each.hostname for each in every})} machines, {len({each.host for each in every})} hosts",
+        "ranks": f"{len(every)}; machines: {len({each.hostname for each in every})}; hosts: {len({each.host for each in every})}",
         "islands": ", ".join(f"{name}: {islands.count(name)}" for name in dict.fromkeys(islands)) + rehearsal,
         "devices": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
         "native libraries": ", ".join(dict.fromkeys(each.native for each in every)),
