@@ -16,12 +16,16 @@ from xvcomm.types.deadline import Deadline
 class Relay:
     """Passes connections to a port of this host on, from `port`.
 
+    Args:
+        target: the port.
+        change: of what passes, given as a bytearray, in place.
+
     Attributes:
         passed: of each connection the bytes of who connected, and those of who accepted.
     """
 
-    def __init__(self, target):
-        self._target = target
+    def __init__(self, target, change=lambda data: None):
+        self._target, self._change = target, change
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.passed = []
@@ -57,7 +61,8 @@ class Relay:
 
     def _pass(self, begin, end, kept):
         with contextlib.suppress(OSError):
-            if data := begin.recv(1 << 16):
+            if data := bytearray(begin.recv(1 << 16)):
+                self._change(data)
                 kept += data
                 end.sendall(data)
                 return
@@ -101,9 +106,9 @@ def _move(comm, **changes):
 
 
 @contextlib.contextmanager
-def relayed(world):
-    """Relays, one to each rank of a world that has done nothing yet."""
-    relays = [Relay(target) for target in world.run(port)]
+def relayed(world, change=lambda data: None):
+    """Relays, one to each rank of a world that has done nothing yet; they change what passes in place."""
+    relays = [Relay(target, change) for target in world.run(port)]
     try:
         world.run(detour, [relay.port for relay in relays])
         world.run(forget_routes)

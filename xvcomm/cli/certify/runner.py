@@ -44,6 +44,8 @@ HOST_SECONDS, GPU_SECONDS, QUICK_SECONDS = 150.0, 320.0, 60.0
 """Time of a run without `--seconds`: on host memory, on GPUs, and of a quick one on host memory."""
 
 _LEAST_SECONDS = 2.0
+_OPERATION_SECONDS = 45.0
+"""An operation that takes longer has failed."""
 
 
 def certify_job(comm: Communicator, options: Options) -> tuple[int, Report | None]:
@@ -52,6 +54,7 @@ def certify_job(comm: Communicator, options: Options) -> tuple[int, Report | Non
     Returns:
         The exit code, the same on every rank, and on rank 0 the report.
     """
+    comm.timeout = min(comm.timeout, _OPERATION_SECONDS)
     with _Progress(comm.rank == 0) as progress:
         control = Control(comm, progress.told)
         job, made = _begin(comm, control, options)
