@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import Aborted, XvcommError
 from xvcomm.types.deadline import Deadline
 
-MOST_FAILURES = 8
-"""Cases of a section that fail before the rest is left out."""
+MOST_FAILURES, MOST_OF_ONE = 16, 3
+"""Cases of a section that fail before the rest is left out, and of one column of its table."""
 
 _MOST_TEXTS = 16
 _PATIENCE = 60.0
@@ -114,11 +115,13 @@ class Trials:
         control, listed = self._control, list(cases)
         cells = {case.of: [0, 0] for case in listed if case.of is not None}
         result.planned += len(listed)
-        failed = 0
+        failed: Counter[str] = Counter()
         try:
             for number, case in enumerate(listed):
-                if self._stop(number, failed):
-                    result.reason = "too many cases failed to try the rest" if failed >= MOST_FAILURES else ""
+                column = case.of[1] if case.of is not None else ""
+                if column and failed[column] >= MOST_OF_ONE:
+                    continue
+                if self._stop(number, failed.total()):
                     break
                 control.told(result.done, result.planned, case.name)
                 count = control.meet(self._try(case))
@@ -127,7 +130,8 @@ class Trials:
                     cells[case.of][1] += 1
                     cells[case.of][0] += not count
                 if count:
-                    failed += 1
+                    failed[column] += 1
+                    result.reason = "after some cases failed others were left out"
                     result.findings.append(self._finding(case, control.notes(min(count, _MOST_TEXTS)), count))
                     self._leave()
         finally:
@@ -176,7 +180,7 @@ def describe(error: BaseException) -> str:
     """An error as a finding tells it: what is wrong, in some lines at most."""
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     told = str(error).strip() if isinstance(error, AssertionError | XvcommError) else f"{error}"
-    text = f"{kind}{told}" or "a check failed without a message"
+    text = " ".join(f"{kind}{told}".split()) or "a check failed without a message"
     return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}…"
 
 

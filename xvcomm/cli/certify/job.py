@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-SMALL = 64
+SMALL = 16
 """Jobs of up to this size are checked as a whole. In larger ones all checks run in groups, and small ones as a whole."""
 
 GROUP = 16
 """Ranks of a group in larger jobs."""
+
+_SAMPLED = 64
+"""Ranks of a larger job, evenly over it, from which pairs are taken."""
 
 MOST_PAIRS = 12
 """Pairs that are measured."""
@@ -151,7 +154,7 @@ def hop(a: Facts, b: Facts) -> str:
 
 def sample(facts: Sequence[Facts], most: int = MOST_PAIRS) -> list[Pair]:
     """Some pairs of ranks, the kinds of hops in turns; from ranks that are evenly over the job where it is large."""
-    ranks = range(0, len(facts), max(1, len(facts) // SMALL))
+    ranks = range(0, len(facts), max(1, len(facts) // _SAMPLED))
     by_hop: dict[str, list[Pair]] = {}
     for a, b in itertools.combinations({*ranks, *range(min(len(facts), 2))}, 2):
         pair = Pair(min(a, b), max(a, b), hop(facts[a], facts[b]))

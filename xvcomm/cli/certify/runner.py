@@ -27,8 +27,8 @@ from xvcomm.cli.certify import (
     streams,
     training,
 )
-from xvcomm.cli.certify.contract import SKIPPED, Report, Result, Section
-from xvcomm.cli.certify.control import Control
+from xvcomm.cli.certify.contract import SKIPPED, WRONG, Finding, Report, Result, Section
+from xvcomm.cli.certify.control import Control, describe
 from xvcomm.cli.certify.job import Facts, Job
 from xvcomm.cli.certify.options import Options
 from xvcomm.cli.doctor import cpu_model
@@ -44,6 +44,7 @@ HOST_SECONDS, GPU_SECONDS, QUICK_SECONDS = 150.0, 320.0, 60.0
 """Time of a run without `--seconds`: on host memory, on GPUs, and of a quick one on host memory."""
 
 _LEAST_SECONDS = 2.0
+_BROKEN = "see the output of the ranks; run this section alone with --sections, and report it"
 _OPERATION_SECONDS = 45.0
 """An operation that takes longer has failed."""
 
@@ -60,13 +61,16 @@ def certify_job(comm: Communicator, options: Options) -> tuple[int, Report | Non
         job, made = _begin(comm, control, options)
         for section, seconds in _in_time(_chosen(options), options, job):
             progress.section(section)
-            result = _one(comm, control, job, section, seconds)
+            result, broken = _one(comm, control, job, section, seconds)
             if made is not None:
                 made.results.append(result)
                 made.seconds = round(time.monotonic() - progress.begun, 1)
                 progress.line(report.line(result))
                 if options.out:  # after every section, so that a job that ends early loses none
                     report.write(made, Path(options.out))
+                if broken:
+                    report.show(made, Console())
+                    return WRONG, made
     if made is not None:
         report.show(made, Console())
     return int(control.say(made.code if made is not None else None)), made
@@ -113,19 +117,29 @@ def _in_time(sections: Sequence[Section], options: Options, job: Job) -> Iterato
         yield section, max(_LEAST_SECONDS, left * section.share / max(shares, section.share))
 
 
-def _one(comm: Communicator, control: Control, job: Job, section: Section, seconds: float) -> Result:
-    """Run one section, or say why it cannot run."""
+def _one(comm: Communicator, control: Control, job: Job, section: Section, seconds: float) -> tuple[Result, bool]:
+    """Run one section, or say why it cannot run; and whether rank 0 has broken off, so that the ranks are out of step.
+
+    Then rank 0 ends the job, and its launcher the other ranks.
+    """
     result = Result(section.name, section.title)
     begun = time.monotonic()
     reason = control.say(section.needs(job))
     if reason:
         result.state, result.reason = SKIPPED, reason
-        return result
+        return result, False
     control.until = begun + seconds
-    section.run(comm, control, job, result)
+    broken = False
+    try:
+        section.run(comm, control, job, result)
+    except Exception as error:
+        if comm.rank:
+            raise
+        broken = True
+        result.findings.append(Finding(f"the section broke off: {describe(error)}", _BROKEN))
     result.settle()
     result.seconds = round(time.monotonic() - begun, 1)
-    return result
+    return result, broken
 
 
 class _Progress:
