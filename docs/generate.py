@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xvcomm import config
+from xvcomm.cli.certify.runner import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,8 +34,15 @@ def paper() -> str:
     return tables
 
 
+def sections() -> str:
+    """The sections of `xvcomm certify` as a Markdown table, in the order in which they run."""
+    rows = [("section", "what it proves"), ("---", "---"), *((f"`{each.name}`", each.title) for each in SECTIONS)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "configuration": (ROOT / "docs" / "configuration.md", configuration),
+    "sections": (ROOT / "docs" / "certify.md", sections),
     "floors": (ROOT / "CONTRIBUTING.md", floors),
     "paper": (ROOT / "docs" / "paper.md", paper),
 }

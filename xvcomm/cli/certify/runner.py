@@ -167,7 +167,7 @@ class _Progress:
     def line(self, text: str) -> None:
         """Print a line above the bar."""
         if self._shown:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> _Progress:
         self._bar.start()
