@@ -1,13 +1,10 @@
-"""What a process of the job of section `training` does."""
+"""What a process of the job of section `training` does. torch is imported where it is used: this module may be loaded without."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from xvcomm import pipeline
 from xvcomm.adapters.torch import communicator
@@ -15,12 +12,18 @@ from xvcomm.cli.certify.child import Log
 from xvcomm.comm.communicator import Communicator
 from xvcomm.memory import vendors
 
+if TYPE_CHECKING:
+    import torch
+
 _STEPS, _ROWS, _WIDTH, _MICRO_BATCHES, _RATE = 5, 8, 32, 4, 0.05
 _TOLERANCE = 1e-5
 
 
 def run(tell: Log) -> None:
     """Tell of each way to train (`name`, `losses`, `alone`, `apart`, `tolerance`)."""
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("xvcomm")
     comm = communicator()
     device = torch.device("cpu")
@@ -36,6 +39,8 @@ def run(tell: Log) -> None:
 
 def _layers(depth: int, device: torch.device) -> list[torch.nn.Module]:
     """The same layers on every rank; the last one gives one number a row."""
+    import torch
+
     torch.manual_seed(5)
     widths = [_WIDTH] * depth + [1]
     made = [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.Tanh()) for a, b in itertools.pairwise(widths)]
@@ -44,6 +49,8 @@ def _layers(depth: int, device: torch.device) -> list[torch.nn.Module]:
 
 def _rows(count: int, device: torch.device) -> tuple[Any, Any]:
     """Inputs and targets."""
+    import torch
+
     chance = torch.Generator().manual_seed(6)
     x = torch.randn(count, _WIDTH, generator=chance)
     return x.to(device), torch.sin(x.sum(1, keepdim=True)).to(device)
@@ -55,6 +62,8 @@ def _loss(x: Any, target: Any) -> Any:
 
 def _alone(layers: Sequence[torch.nn.Module], x: Any, target: Any) -> list[float]:
     """Losses of one process."""
+    import torch
+
     model = torch.nn.Sequential(*layers)
     descent, losses = torch.optim.SGD(model.parameters(), _RATE), []
     for _ in range(_STEPS):
@@ -67,6 +76,9 @@ def _alone(layers: Sequence[torch.nn.Module], x: Any, target: Any) -> list[float
 
 
 def _by_ddp(comm: Communicator, device: torch.device) -> tuple[list[float], list[float]]:
+    import torch
+    import torch.distributed as dist
+
     x, target = _rows(_ROWS * comm.size, device)
     alone = _alone(_layers(3, device), x, target)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*_layers(3, device)))
@@ -110,10 +122,15 @@ class _Stage:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """See `xvcomm.pipeline.Stage.empty`."""
+        import torch
+
         return torch.empty(shape, device=next(self.layer.parameters()).device)
 
 
 def _by_pipeline(comm: Communicator, device: torch.device) -> tuple[list[float], list[float]]:
+    import torch
+    import torch.distributed as dist
+
     rows = _rows(_ROWS * _MICRO_BATCHES, device)
     alone = _alone(_layers(comm.size, device), *rows)
     layer = _layers(comm.size, device)[comm.rank]
