@@ -12,7 +12,9 @@ from xvcomm.cli.certify.contract import FAILED, PASSED, SKIPPED, UNFINISHED, Fin
 from xvcomm.cli.certify.facts import compare
 from xvcomm.cli.certify.fault_trials import LOST
 from xvcomm.cli.certify.job import GROUP, MOST_PAIRS, Facts, Job, children, sample
+from xvcomm.cli.certify.operations import determined
 from xvcomm.cli.certify.page import page
+from xvcomm.types.dtype import BY_NAME
 
 FACTS = Facts(
     hostname="n0", host="n0", kind="host", index=0, device="x86_64", island="host", rehearsal=False, asynchronous=False,
@@ -158,3 +160,23 @@ def test_the_page_escapes_what_it_shows():
 
 def test_a_plot_of_nothing_is_left_out():
     assert chart(Plot("t", "GB/s", {"xvcomm": [(0, 1.0)]})) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "size", "host_only", "answer"),
+    [
+        ("float32", "sum", 31, False, True),
+        ("float8_e5m2", "sum", 4, False, True),
+        ("float8_e5m2", "sum", 5, False, False),
+        ("float8_e5m2", "sum", 5, True, True),
+        ("float8_e5m2", "avg", 3, False, False),
+        ("float8_e5m2", "avg", 4, False, True),
+        ("bfloat16", "avg", 11, False, True),
+        ("bfloat16", "avg", 12, False, False),
+        ("float8_e4m3fn", "prod", 8, True, True),
+        ("float8_e4m3fn", "prod", 9, True, False),
+        ("float8_e5m2", "max", 31, False, True),
+    ],
+)
+def test_bits_that_depend_on_rounding_are_left_out(dtype, how, size, host_only, answer):
+    assert determined(BY_NAME[dtype], how, size, host_only) is answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -83,6 +84,7 @@ class Job(msgspec.Struct, frozen=True):
         memory: whether all devices have memory for other libraries.
         own_devices: whether no two ranks share a GPU.
         rdma: whether all machines have RDMA devices.
+        largest: ranks of the largest island.
         machines: number of machines.
         hosts: one rank of each host, of the first few.
         pairs: that are measured, each kind of hop among them.
@@ -99,6 +101,7 @@ class Job(msgspec.Struct, frozen=True):
     memory: bool
     own_devices: bool
     rdma: bool
+    largest: int
     machines: int
     hosts: list[int]
     pairs: list[Pair]
@@ -122,6 +125,7 @@ class Job(msgspec.Struct, frozen=True):
             memory=all(each.memory for each in facts),
             own_devices=len({(each.hostname, each.index) for each in facts}) == size,
             rdma=all(each.rdma for each in facts),
+            largest=max(Counter(each.island for each in facts).values()),
             machines=len({each.hostname for each in facts}),
             hosts=list(first.values())[:MOST_HOSTS],
             pairs=sample(facts),
@@ -133,6 +137,11 @@ class Job(msgspec.Struct, frozen=True):
     def spread(self) -> bool:
         """Whether it has several hosts."""
         return len(self.hosts) > 1
+
+    @property
+    def host_only(self) -> bool:
+        """Whether all ranks are on host memory, where xvcomm's own reductions round once."""
+        return self.kinds == ["host"]
 
     def group_of(self, rank: int) -> list[int]:
         """The ranks that a rank is checked with: all of a small job; else some of all over the job, for islands and hosts

@@ -142,7 +142,8 @@ def _run(comm: Communicator, control: Control, job: Job, result: Result) -> None
         note = _measure(comm, members, job, seconds, ops, sizes) if comm.rank in members else None
         for rank, (records, notes, complete, error) in control.notes(control.meet(note, seconds)):
             titled[title] = [Record(**record) for record in records]
-            result.findings += [Finding(f"{title}: {text}", "", wrong=False) for text in notes]
+            told = [finding.what for finding in result.findings]
+            result.findings += [Finding(text, "", wrong=False) for text in notes if text not in told]
             if error:
                 result.findings.append(Finding(f"{title}, rank {rank}: {error}", _REMEDY))
             result.done += bool(complete) and not error
