@@ -40,6 +40,9 @@ _LAUNCHERS = (
 _OWN = ("XVCOMM_METRICS", "XVCOMM_TRACE_DIR", "XVCOMM_PORTS")
 """What only one process of a rank can have."""
 
+MOST_SECONDS = 120.0
+"""After which a job of its own hangs; most take a sixth of it, also where the section has less time."""
+
 _TAIL = 12
 
 

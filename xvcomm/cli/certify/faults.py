@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
-from xvcomm.cli.certify.children import Outcome, run_children
+from xvcomm.cli.certify.children import MOST_SECONDS, Outcome, run_children
 from xvcomm.cli.certify.contract import Finding, Result, Section, Table
 from xvcomm.cli.certify.control import Control
 from xvcomm.cli.certify.job import Job
 from xvcomm.comm.communicator import Communicator
 
-_MOST_SECONDS = 120.0
 _NOTICED_SECONDS = 10.0
 _REMEDY = (
     "programs here may hang or not learn of failures: keep a watchdog around them; run `xvcomm doctor`, whose "
@@ -19,10 +16,8 @@ _REMEDY = (
 
 
 def _run(comm: Communicator, control: Control, job: Job, result: Result) -> None:
-    # Fewer seconds than the section has would leave no time to say why.
-    seconds = float(control.say(min(_MOST_SECONDS, max(20.0, control.until - time.monotonic()))))
     control.told(0, 1, f"a job of {len(job.children)} ranks")
-    outcomes = run_children(comm, control, job, "faults", seconds)
+    outcomes = run_children(comm, control, job, "faults", MOST_SECONDS)
     if outcomes:
         judge(outcomes, result)
     else:

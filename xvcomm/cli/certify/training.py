@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
-from xvcomm.cli.certify.children import Outcome, run_children
+from xvcomm.cli.certify.children import MOST_SECONDS, Outcome, run_children
 from xvcomm.cli.certify.contract import Finding, Result, Section, Table
 from xvcomm.cli.certify.control import Control
 from xvcomm.cli.certify.job import Job
 from xvcomm.comm.communicator import Communicator
 
-_MOST_SECONDS = 120.0
 _REMEDY = "training over these ranks is not the same as in one process: see the section `operations`, and report this"
 
 
 def _run(comm: Communicator, control: Control, job: Job, result: Result) -> None:
-    seconds = float(control.say(min(_MOST_SECONDS, max(30.0, control.until - time.monotonic()))))
     control.told(0, 1, f"a job of {len(job.children)} ranks")
-    outcomes = run_children(comm, control, job, "training", seconds)
+    outcomes = run_children(comm, control, job, "training", MOST_SECONDS)
     if outcomes:
         judge(outcomes, result)
 

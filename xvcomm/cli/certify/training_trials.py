@@ -71,7 +71,7 @@ def _alone(layers: Sequence[torch.nn.Module], x: Any, target: Any) -> list[float
         loss = _loss(model(x), target)
         loss.backward()
         descent.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
