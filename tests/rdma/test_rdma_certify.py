@@ -43,3 +43,21 @@ def test_without_rdma(other_host, tmp_path):
         assert status == 1 and "FAILED" in printed
         assert not json.loads((tmp_path / "certify-rdma.json").read_text())["directions"][0]["rails"]
     other_host.swap()
+
+
+def test_sections_of_connections(other_host, tmp_path):
+    """The sections `rails`, `failover` and `rdma` of the whole certificate, over the same devices."""
+    env = {**os.environ, **job.settings(7402), "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "160"}
+    sections = ["--sections", "rails,failover,rdma", "--seconds", "60", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "xvcomm", "certify", *sections]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if other_host.index == 0:
+        report = json.loads((tmp_path / "certify.json").read_text())
+        assert [(each["name"], each["state"]) for each in report["results"]] == [
+            ("rails", "passed"),
+            ("failover", "passed"),
+            ("rdma", "passed"),
+        ]
+        assert all("rdma" in row[-1] for row in report["results"][0]["tables"][0]["rows"])
+    other_host.swap()
