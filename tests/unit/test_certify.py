@@ -17,7 +17,7 @@ from xvcomm.cli.certify.page import page
 from xvcomm.types.dtype import BY_NAME
 
 FACTS = Facts(
-    hostname="n0", host="n0", kind="host", index=0, device="x86_64", island="host", rehearsal=False, asynchronous=False,
+    hostname="n0", host="n0", kind="host", device="x86_64", gpu="", island="host", rehearsal=False, asynchronous=False,
     native="host", versions={"xvcomm": "1", "python": "3.11"}, pid=1, graphs=False, torch="", memory=True, rdma=False,
 )  # fmt: skip
 
@@ -26,7 +26,7 @@ def job_of(hosts, each, islands=("cuda", "rocm")):
     """Facts of a job of hosts with so many ranks, whose islands take turns by host."""
     return [
         msgspec.structs.replace(
-            FACTS, hostname=f"n{host}", host=f"n{host}", index=local, island=islands[host % len(islands)]
+            FACTS, hostname=f"n{host}", host=f"n{host}", gpu=f"{local}", island=islands[host % len(islands)]
         )
         for host in range(hosts)
         for local in range(each)

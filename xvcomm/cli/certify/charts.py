@@ -40,7 +40,7 @@ def chart(plot: Plot) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places]
-        parts.append(f'<text x="{_LEFT + 78 * number}" y="28" fill="{colour}">{html.escape(name)}</text>')
+        parts.append(f'<text x="{_LEFT + 64 * number}" y="28" fill="{colour}">{html.escape(name)}</text>')
     parts.append(f'<text x="{_WIDTH - 14}" y="28" class="left">{html.escape(plot.unit)}</text>')
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img">{"".join(parts)}</svg>'

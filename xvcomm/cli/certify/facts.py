@@ -15,6 +15,7 @@ import msgspec
 import xvcomm
 from xvcomm.backends.ccl.backend import GpuBackend
 from xvcomm.backends.ccl.joining import version_text
+from xvcomm.backends.gpu.vendor import Runtime
 from xvcomm.cli.bench.memory import memory_of
 from xvcomm.cli.certify.contract import Finding, Result, Section, Table
 from xvcomm.cli.certify.control import Control
@@ -32,7 +33,8 @@ _MOST_ROWS = 64
 
 def facts_of(comm: Communicator) -> Facts:
     """This rank's facts."""
-    able = context(comm).device.capabilities()
+    own = context(comm).device
+    able, runtime = own.capabilities(), getattr(own, "runtime", None)
     config, topology = Config.from_env(os.environ), comm.topology
     try:
         device, memory = memory_of(comm).name, True
@@ -42,8 +44,8 @@ def facts_of(comm: Communicator) -> Facts:
         hostname=socket.gethostname(),
         host=topology.hosts[comm.rank],
         kind=able.kind,
-        index=able.index,
         device=device,
+        gpu=runtime.bus(able.index) if isinstance(runtime, Runtime) else "",
         island=topology.island_of(comm.rank).label,
         rehearsal=config.island is not None or config.host is not None,
         asynchronous=able.asynchronous,

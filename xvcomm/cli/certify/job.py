@@ -33,7 +33,8 @@ class Facts(msgspec.Struct, frozen=True):
     Attributes:
         hostname: of its machine.
         host: its label as xvcomm has it: ranks with equal ones share memory.
-        kind, index, device: type, index on its machine, and name of its device.
+        kind, device: type and name of its device.
+        gpu: address of its GPU on its machine; empty on host memory.
         island: label of its island.
         rehearsal: whether labels of islands or hosts are the user's.
         asynchronous: whether its operations run asynchronously to the host.
@@ -49,8 +50,8 @@ class Facts(msgspec.Struct, frozen=True):
     hostname: str
     host: str
     kind: str
-    index: int
     device: str
+    gpu: str
     island: str
     rehearsal: bool
     asynchronous: bool
@@ -123,7 +124,7 @@ class Job(msgspec.Struct, frozen=True):
             graphs=all(each.graphs for each in facts),
             torch=next((f"rank {rank}: {each.torch}" for rank, each in enumerate(facts) if each.torch), ""),
             memory=all(each.memory for each in facts),
-            own_devices=len({(each.hostname, each.index) for each in facts}) == size,
+            own_devices=len({(each.hostname, each.gpu) for each in facts}) == size,
             rdma=all(each.rdma for each in facts),
             largest=max(Counter(each.island for each in facts).values()),
             machines=len({each.hostname for each in facts}),
