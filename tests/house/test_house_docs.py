@@ -42,15 +42,12 @@ def texts(*files: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "line"),
-@pytest.mark.parametrize(
-    ("name", "line"),
     [
         ("configuration", "| `XVCOMM_TIMEOUT` |"),
         ("floors", "\nerrors\n"),
         ("sections", "| `rails` |"),
         ("paper", "arXiv:2602.18007"),
     ],
-)
 )
 def test_generated_parts_match_the_code(root: Path, name: str, line: str) -> None:
     generate = runpy.run_path(str(root / "docs" / "generate.py"))
