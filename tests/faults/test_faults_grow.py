@@ -11,6 +11,7 @@ from growing import grown, join, join_or_die, lose, restarted, take_in
 from shrinking import die, dying_at, own, shrunk, works
 
 import xvcomm
+from xvcomm.comm import growing
 from xvcomm.engine.session import applications
 from xvcomm.errors import Aborted, ArgumentError, ClosedError, ConfigError, DeadlineExceeded, PeerLost, StoreError
 from xvcomm.testing.signals import await_that
@@ -354,6 +355,75 @@ def test_the_job_ends(places):
     """A process that waits to join learns of it."""
     with World(**places) as world:
         restarted(world, (1,), end_before, join=refused, joining=())
+
+
+def end(comm, folder):
+    rank = comm.rank
+    comm.close()
+    (folder / str(rank)).touch()
+
+
+def come_late(address, folder, ranks):
+    await_that(lambda: len(list(folder.iterdir())) == ranks)
+    with pytest.raises(Aborted, match="the job has ended"):
+        xvcomm.init(rank=2, size=3, store=address, timeout=20)
+
+
+def test_a_process_that_comes_after_the_end(tmp_path):
+    """It learns at once that the job has ended, though that lost no rank and has never grown."""
+    with World(2) as world, World(1) as beside:
+        address = world.run(store_address)[0]
+        for rank in range(2):
+            world.submit(rank, end, tmp_path)
+        beside.kill(0)
+        beside.restart(0, XVCOMM_LOCAL_RANK="", XVCOMM_LOCAL_SIZE="")
+        beside.submit(0, come_late, address, tmp_path, 2)
+        for outcome in (*world.collect(), *beside.collect()):
+            assert not isinstance(outcome, BaseException), outcome
+
+
+def go_on_after_a_failed_attempt(comm):
+    """One newcomer dies while the ranks wait for it, and another one has just applied: it waits for the next `grow`."""
+    left = lose(comm, (1, 3))
+    made, _ = take_in(left, 1)
+    if 3 not in made.job_ranks:
+        made, _ = take_in(made, 1)
+    works(made, (0, 2, 3))
+    made.close()
+
+
+def die_when_the_other_has_applied(folder):
+    def confirm(self, session):
+        (folder / "joins").touch()
+        await_that((folder / "applied").exists)
+        die()
+
+    with mock.patch.object(growing.Attempt, "_confirm", confirm):
+        xvcomm.init()
+
+
+def apply_meanwhile(folder):
+    real = applications.Application.answer
+
+    def answer(self, deadline):
+        (folder / "applied").touch()
+        return real(self, deadline)
+
+    await_that((folder / "joins").exists)
+    with mock.patch.object(applications.Application, "answer", answer):
+        join((0, 2, 3))
+
+
+def test_an_attempt_fails_while_another_process_applies(tmp_path):
+    with World(4) as world:
+        for rank in range(4):
+            world.submit(rank, go_on_after_a_failed_attempt)
+        world.collect(1, 3)
+        for rank, call in ((1, die_when_the_other_has_applied), (3, apply_meanwhile)):
+            world.restart(rank)
+            world.submit(rank, call, tmp_path)
+        for outcome in world.collect(0, 2, 3):
+            assert not isinstance(outcome, BaseException), outcome
 
 
 def leave_waiting(comm, file):

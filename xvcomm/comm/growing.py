@@ -85,6 +85,7 @@ class Attempt:
     def _succeed(self) -> None:
         """Check nothing any more, and let go of the job before, as the grown one keeps this object."""
         self._over, self._lost, self._unreachable = True, dict[int, str], lambda: None
+        self._growth.applications.begin()
 
     def keep(self, close: Callable[[], None]) -> None:
         """Let a function close the store once the grown job is closed."""
@@ -250,7 +251,7 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
     with contextlib.closing(Application(store, rank, config, deadline)) as application:
         while True:
             offer = application.answer(deadline)
-            attempt = Attempt(offer, Applications(store, config, offer.applied), config, deadline)
+            attempt = Attempt(offer, Applications(store, config, offer.applied, runs=False), config, deadline)
             made = attempt.run()
             if isinstance(made, Context):
                 attempt.keep(on_close)

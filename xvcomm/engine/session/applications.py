@@ -22,7 +22,7 @@ from xvcomm.types.deadline import Deadline
 
 _SETTLE_SECONDS = 1.0
 """How long an applicant may take between its two requests."""
-_LEAVE_SECONDS = 1.0
+_LEAVE_SECONDS, _LOOK_SECONDS = 1.0, 0.2
 
 
 class Applicant(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +63,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
+_ENDED = "ended"
 _decode_applicant = msgspec.msgpack.Decoder(Applicant).decode
 _decode_offer = msgspec.msgpack.Decoder(Offer).decode
 
@@ -73,10 +74,11 @@ class Applications:
     Args:
         store: in which the job has begun.
         applied: the number of applications that were decided before this rank has joined.
+        runs: whether the job runs; else `begin` says that it does.
     """
 
-    def __init__(self, store: Store, config: Config, applied: int = 0) -> None:
-        self.store, self._config = store, config
+    def __init__(self, store: Store, config: Config, applied: int = 0, *, runs: bool = True) -> None:
+        self.store, self._config, self._runs = store, config, runs
         self._place, self._applied = PrefixStore("applying", store), applied
         self._failed: dict[Applicant, Offer] = {}
         self._closed = False
@@ -127,36 +129,36 @@ class Applications:
         self._applied, self._failed = applied, dict(failed)
 
     def following(self, applied: int) -> Applications:
-        """Those to the job that this one grows into, after so many were decided."""
-        return Applications(self.store, self._config, applied)
+        """Those to the job that this one is to grow into, after so many were decided."""
+        return Applications(self.store, self._config, applied, runs=False)
+
+    def begin(self) -> None:
+        """The job runs: when all its ranks have left, it has ended."""
+        self._runs = True
 
     def close(self) -> None:
         """No rank of this job takes processes in any more: it has grown into another one, or the store is lost."""
         self._closed = True
 
-    def leave(self, job: str, size: int, lost: Collection[int], left: Callable[[int], bool]) -> None:
-        """This rank leaves the job; the last one tells those that still wait that it has ended.
-
-        Only in jobs that have lost ranks or have grown: no process waits in others.
+    def leave(self, job: tuple[str, int, int], lost: Collection[int], left: Callable[[int], bool]) -> None:
+        """This rank leaves the job; the last one tells those that wait, and those that come later, that it has ended.
 
         Args:
-            job, size: see `Session`.
+            job: its name, this rank, and the number of ranks; see `Session`.
             lost: ranks that have ended.
             left: whether such a rank has left before in good order.
         """
-        if self._closed or not (lost or self._applied):
+        if self._closed or not self._runs:
             return
+        name, rank, size = job
         with contextlib.suppress(XvcommError):
-            soon = Deadline.after(_LEAVE_SECONDS)
-            if self._place.add(f"left/{job}", 1, soon) + sum(not left(rank) for rank in list(lost)) >= size:
-                applied = self._counted(soon)
-                again = [
-                    name
-                    for each, offer in self._failed.items()
-                    for name in (each.name, renamed(each.name, offer.token))
-                ]
-                for name in (*again, *map(str, range(self._applied + 1, applied + 1))):
-                    self.refuse(name, "the job has ended", soon)
+            soon, died = Deadline.after(_LEAVE_SECONDS), {other for other in list(lost) if not left(other)}
+            self._place.set(f"left/{name}/{rank}", b"", soon)
+            if self._place.add(f"left/{name}", 1, soon) + len(died) >= size:
+                # A rank that counts as lost, because it cannot be reached, may have left, too.
+                others = [f"left/{name}/{other}" for other in range(size) if other not in died]
+                self._place.wait(others, Deadline.after(0))
+                self._place.set(_ENDED, b"", soon)
 
     def _counted(self, deadline: Deadline) -> int:
         try:
@@ -215,19 +217,29 @@ class Application:
 
         Raises:
             DeadlineExceeded: they did not in time.
-            Aborted: they do not take this process.
+            Aborted: they do not take this process, or the job has ended.
         """
-        try:
-            found = _decode_offer(self._place.get(f"answer/{self._name}", deadline))
-        except NotSet:
-            raise DeadlineExceeded(
-                "the ranks of the job did not call grow() in time; they take processes in only there. A larger "
-                "XVCOMM_TIMEOUT lets this one wait longer",
-                rank=self._rank, op="init",
-            ) from None  # fmt: skip
-        if found.refusal:
-            raise Aborted(f"this process cannot join: {found.refusal}", rank=self._rank, op="init")
-        return found
+        while True:
+            with contextlib.suppress(NotSet):
+                soon = Deadline.after(deadline.sooner(_LOOK_SECONDS))
+                return self._accepted(_decode_offer(self._place.get(f"answer/{self._name}", soon)))
+            with contextlib.suppress(NotSet):
+                self._place.wait([_ENDED], Deadline.after(0))
+                raise self._refused("the job has ended")
+            if deadline.expired():
+                raise DeadlineExceeded(
+                    "the ranks of the job did not call grow() in time; they take processes in only there. A larger "
+                    "XVCOMM_TIMEOUT lets this one wait longer",
+                    rank=self._rank, op="init",
+                )  # fmt: skip
+
+    def _accepted(self, offer: Offer) -> Offer:
+        if offer.refusal:
+            raise self._refused(offer.refusal)
+        return offer
+
+    def _refused(self, why: str) -> Aborted:
+        return Aborted(f"this process cannot join: {why}", rank=self._rank, op="init")
 
     def again(self, token: str) -> None:
         """Apply once more, after an attempt failed that others have ended."""

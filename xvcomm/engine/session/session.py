@@ -428,9 +428,8 @@ class Session:
     def hand_over(self) -> Callable[[], None]:
         """Leave the job that has grown into another one, which uses the same store: returns what closes that."""
         self.applications.close()
-        close = self.store.hand_over()
-        self.close()
-        return close
+        with contextlib.closing(self):
+            return self.store.hand_over()
 
     def close(self) -> None:
         """Leave the job: close every communicator, stop the threads, unmap memory. Idempotent."""
@@ -442,7 +441,8 @@ class Session:
         # The exit stack runs every step, even if an interrupt ends one of them.
         with self._cleanup:
             if self.journal:
-                self._cleanup.callback(self.applications.leave, self.name, self.size, self._lost, self.journal.left)
+                job, leave = (self.name, self.rank, self.size), self.applications.leave
+                self._cleanup.callback(leave, job, self._lost, self.journal.left)
                 # After the communicators are closed: until then others may wait for operations that this rank has begun.
                 self._cleanup.callback(self.journal.recorder.live, Life.CLOSED)
             for context in self._open_contexts():
