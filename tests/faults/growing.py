@@ -24,11 +24,11 @@ def grown(comm, timeout=None):
     return made, seconds
 
 
-def take_in(comm, count):
+def take_in(comm, count, timeout=None):
     """Grow once so many processes wait to join, and all ranks know of them."""
     await_that(lambda: comm.applicants() >= count)
     comm.barrier()
-    return grown(comm)
+    return grown(comm, timeout)
 
 
 def lose(comm, victims):

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import socket
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -12,8 +14,17 @@ from shrinking import die, dying_at, own, shrunk, works
 
 import xvcomm
 from xvcomm.comm import growing
-from xvcomm.engine.session import applications
-from xvcomm.errors import Aborted, ArgumentError, ClosedError, ConfigError, DeadlineExceeded, PeerLost, StoreError
+from xvcomm.engine.session import applications, session
+from xvcomm.errors import (
+    Aborted,
+    ArgumentError,
+    ClosedError,
+    ConfigError,
+    DeadlineExceeded,
+    PeerLost,
+    ResourceError,
+    StoreError,
+)
 from xvcomm.testing.signals import await_that
 from xvcomm.testing.world import World
 
@@ -297,15 +308,12 @@ def test_some_shrink_without_a_loss():
 
 
 def go_on_without(comm, file):
-    """A newcomer that is stopped is waited for until the deadline; then the ranks go on without it."""
+    """A newcomer that is stopped is waited for during a part of the time; then the ranks go on without it."""
     left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
-    left.barrier()
-    with pytest.raises(DeadlineExceeded, match="join"):
-        grown(left, timeout=1.0)
+    made, seconds = take_in(left, 1, timeout=3.0)
+    assert 1.0 < seconds < 2.9
     with pytest.raises(ClosedError):
         left.barrier()
-    made, _ = shrunk(left)
     works(made, left.job_ranks)
     assert made.applicants() == 0
     made.barrier()
@@ -327,7 +335,10 @@ def stop_when_taken_in(file):
         os.kill(os.getpid(), signal.SIGSTOP)
         return found
 
-    with mock.patch.object(applications.Application, "answer", answer), pytest.raises(DeadlineExceeded, match="join"):
+    with (
+        mock.patch.object(applications.Application, "answer", answer),
+        pytest.raises(DeadlineExceeded, match=rf"grow: process {os.getpid()} on .* did not join as rank 1 in time"),
+    ):
         xvcomm.init()
 
 
@@ -424,6 +435,114 @@ def test_an_attempt_fails_while_another_process_applies(tmp_path):
             world.submit(rank, call, tmp_path)
         for outcome in world.collect(0, 2, 3):
             assert not isinstance(outcome, BaseException), outcome
+
+
+def take_in_twice(comm, file):
+    """The application that was withdrawn is left out, and the second one of the same process is taken."""
+    left = lose(comm, (1,))
+    await_that(file.exists)
+    made, _ = take_in(left, 2)
+    works(made, comm.job_ranks)
+    made.close()
+
+
+def give_up_and_apply_again(file):
+    with pytest.raises(DeadlineExceeded, match=r"did not call grow\(\) in time"):
+        xvcomm.init(timeout=0.5)
+    threading.Timer(0.5, file.touch).start()
+    join((0, 1, 2))
+
+
+def test_a_process_gives_up_and_applies_again(tmp_path):
+    file = tmp_path / "given up"
+    with World(3) as world:
+        restarted(world, (1,), take_in_twice, file, join=give_up_and_apply_again, joining=(file,))
+
+
+def take_in_slowly(comm):
+    """A member needs longer than the newcomer would wait by itself."""
+    left = lose(comm, (1,))
+    real = growing.Session
+
+    def slow(*args):
+        time.sleep(3.0)
+        return real(*args)
+
+    with mock.patch.object(growing, "Session", slow) if left.rank == 1 else contextlib.nullcontext():
+        made, _ = take_in(left, 1)
+    works(made, comm.job_ranks)
+    made.close()
+
+
+def join_late():
+    """It is taken in shortly before its own time is over."""
+    real = applications.Application.answer
+
+    def answer(self, deadline):
+        found = real(self, deadline)
+        time.sleep(max(0, deadline.left() - 0.2))
+        return found
+
+    with mock.patch.object(applications.Application, "answer", answer):
+        comm = xvcomm.init(timeout=3.0)
+    works(comm, (0, 1, 2))
+    comm.close()
+
+
+def test_the_members_time_applies():
+    with World(3) as world:
+        restarted(world, (1,), take_in_slowly, join=join_late, joining=())
+
+
+def mixed_after_growing(comm):
+    """A communicator that some shrink and others grow leaves what was decided about applications as it was."""
+    made, _ = take_in(lose(comm, (1,)), 1)
+    shrink_or_grow(made)
+
+
+def shrink_or_grow(comm):
+    made, _ = grown(comm) if comm.rank == 0 else shrunk(comm)
+    assert made.applicants() == 0
+    made.barrier()
+    made, seconds = grown(made)
+    assert seconds < 2.0
+    works(made, (0, 1, 2))
+    made.close()
+
+
+def join_and_shrink():
+    shrink_or_grow(xvcomm.init())
+
+
+def test_some_shrink_after_growing():
+    with World(3) as world:
+        restarted(world, (1,), mixed_after_growing, join=join_and_shrink, joining=())
+
+
+def fail_once(comm, failing):
+    """A member's own failure: the newcomer waits for the next `grow`, whichever member has failed."""
+    left = lose(comm, (1,))
+    await_that(lambda: left.applicants() > 0)
+    left.barrier()
+    bad = mock.Mock(side_effect=ResourceError("too many open files"))
+    fails = left.rank == failing
+    with (
+        mock.patch.object(session.equipment, "open_transports", bad) if fails else contextlib.nullcontext(),
+        pytest.raises(ResourceError if fails else Aborted, match="too many open files"),
+    ):
+        left.grow()
+    made, _ = shrunk(left)
+    assert made.applicants() == 1
+    made.barrier()
+    made, _ = grown(made)
+    works(made, comm.job_ranks)
+    made.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_member_fails(failing):
+    with World(3) as world:
+        restarted(world, (1,), fail_once, failing)
 
 
 def leave_waiting(comm, file):

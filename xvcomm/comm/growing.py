@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -14,7 +14,7 @@ from xvcomm.abc.store import NotSet, Store
 from xvcomm.comm.shrinking import Shrinking
 from xvcomm.config import Config
 from xvcomm.engine.context import Context
-from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered
+from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered, renamed
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.session.survivors import Decision
 from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
@@ -24,6 +24,8 @@ from xvcomm.types.opcode import OpCode
 
 _LOOK_SECONDS = 0.1
 _APPLICANTS_SECONDS = 0.3
+_SHARE = 0.5
+"""The part of the time that is left in which newcomers must join; in the rest the members go on without one that does not."""
 _SETTLE_SECONDS = 2.0
 """How long the store may take to keep the outcome after the deadline, since the others are to learn of it."""
 
@@ -53,6 +55,7 @@ class Attempt:
         lost: Callable[[], Mapping[int, str]] = dict[int, str], unreachable: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._rank, self._size, self._config, self._deadline = offer.rank, len(offer.numbers), config, deadline
+        self._numbers, self._newcomers = offer.numbers, offer.newcomers
         self._lost, self._unreachable, self._over = lost, unreachable, False
         self._kept = contextlib.ExitStack()
         self._growth = Growth(offer.numbers, applications, self._check)
@@ -79,6 +82,8 @@ class Attempt:
                 if session is not None:
                     session.give_up(error)
             if outcome is None or outcome.peer == self._rank:
+                if outcome is not None and isinstance(late := outcome.error(), DeadlineExceeded):
+                    raise late from error
                 raise
             return outcome
 
@@ -118,17 +123,34 @@ class Attempt:
                 return self._settle(error)
             gone = next((rank for rank in range(self._size) if session.gone(rank)), None)
             if gone is not None:
-                return self._settle(PeerLost(f"grow: {session.last_words(gone)}", peer=gone))
+                return self._settle(PeerLost(f"grow: {self._lost_rank(gone)}", peer=gone))
             if deadline.expired():
-                return self._settle(self._late())
+                return self._settle(self._missing())
 
-    def _late(self) -> DeadlineExceeded:
+    def _lost_rank(self, rank: int) -> str:
+        if rank in self._newcomers:
+            return f"{self._newcomers[rank]} has ended, which joined as rank {self._numbers[rank]}"
+        return f"rank {self._numbers[rank]} of the job is lost; go on without it by shrink()"
+
+    def _missing(self) -> DeadlineExceeded:
         for rank in range(self._size):
             try:
                 self._place.wait([f"made/{rank}"], Deadline.after(0))
             except NotSet:
-                return DeadlineExceeded(f"grow: rank {rank} of the grown job did not join in time", peer=rank)
+                return self._late(rank)
         return DeadlineExceeded("grow: the store did not answer in time", peer=self._rank)
+
+    def _late(self, rank: int) -> DeadlineExceeded:
+        """The error for a rank that has not joined in time."""
+        number = self._numbers[rank]
+        if rank in self._newcomers:
+            text = (
+                f"{self._newcomers[rank]} did not join as rank {number} in time; the ranks of the job go on without it, and "
+                "it may be started again"
+            )
+        else:
+            text = f"rank {number} of the job did not join the newcomers in time; go on by shrink()"
+        return DeadlineExceeded(f"grow: {text}", peer=rank)
 
     def _outcome(self, deadline: Deadline) -> Failure | None:
         try:
@@ -142,7 +164,10 @@ class Attempt:
         Raises:
             XvcommError: this error, if the store cannot keep it.
         """
-        mine = Failure.of(cause(error, self._rank, socket.gethostname()))
+        found = cause(error, self._rank, socket.gethostname())
+        if isinstance(found, DeadlineExceeded) and found.peer is not None:
+            found = self._late(found.peer)
+        mine = Failure.of(found)
         try:
             return self._decide(_Outcome(mine))
         except XvcommError:
@@ -169,63 +194,82 @@ class Growing:
     def run(self, deadline: Deadline) -> Context:
         """Close the communicator, and make the new one, in another job if there are newcomers.
 
+        Whether the members go on without a newcomer is decided by the outcome of the attempt, which all read in the store.
+
         Raises:
             XvcommError: see `Shrinking.run`.
             PeerLost: a rank is lost; `Shrinking.run` goes on without it.
         """
         shrinking = self._shrinking
-        while True:
-            decision = shrinking.decision or shrinking.agree(OpCode.GROW, deadline)
-            gone = shrinking.lost(decision)
-            if gone is not None:
-                shrinking.decision = decision  # on which ranks may act that shrink
-                raise PeerLost(
-                    f"grow: {shrinking.name(gone)} is lost, {self._session.last_words(gone)}; go on without it by shrink()",
-                    rank=self._session.rank, peer=gone, op="grow",
-                )  # fmt: skip
-            if not decision.newcomers:
-                self._session.applications.note(decision.applied)
-                return shrinking.make(decision, OpCode.GROW, deadline)
-            made = self._attempt(decision, deadline)
-            if made is not None:
+        decision = shrinking.decision or shrinking.agree(OpCode.GROW, deadline)
+        gone = shrinking.lost(decision)
+        if gone is not None:
+            shrinking.decision = decision  # on which ranks may act that shrink
+            raise PeerLost(
+                f"grow: {shrinking.name(gone)} is lost, {self._session.last_words(gone)}; go on without it by shrink()",
+                rank=self._session.rank, peer=gone, op="grow",
+            )  # fmt: skip
+        if decision.applied is not None:
+            self._session.applications.note(decision.applied)
+        newcomers, attempts = list(decision.newcomers), 0
+        while newcomers:
+            token = f"{decision.token}.{attempts}"
+            made = self._attempt(decision, newcomers, token, deadline)
+            if isinstance(made, Context):
                 return made
+            newcomers, attempts = made, attempts + 1
+        return shrinking.make(decision, OpCode.GROW, deadline)
 
-    def _attempt(self, decision: Decision, deadline: Deadline) -> Context | None:
-        """Make the grown job; None if a newcomer has failed, and the ranks are to go on without it."""
-        session, members, newcomers = self._session, decision.members, decision.newcomers
+    def _attempt(
+        self, decision: Decision, newcomers: Sequence[Applicant], token: str, deadline: Deadline
+    ) -> Context | list[Applicant]:
+        """Make the grown job; or the newcomers that are left for another attempt, because one has failed."""
+        session, members, applied = self._session, decision.members, decision.applied or 0
         before = [session.numbers[rank] for rank in members]
         given = numbered(before, [each.number for each in newcomers])
         numbers = tuple(sorted((*before, *given)))
         place = {number: rank for rank, number in enumerate(numbers)}
         new = {place[number]: each for number, each in zip(given, newcomers, strict=True)}
         old = {place[number]: rank for number, rank in zip(before, members, strict=True)}
-        own = place[session.numbers[session.rank]]
-        offer = Offer(decision.token, own, numbers, decision.applied)
+        own, joining = place[session.numbers[session.rank]], Deadline.after(deadline.left() * _SHARE)
+        who = {rank: each.who for rank, each in new.items()}
+        offer = Offer(token, own, numbers, who, applied, joining.left())
         offers = {each: msgspec.structs.replace(offer, rank=rank) for rank, each in new.items()}
-        if session.rank == members[0]:
-            for each, made_to in offers.items():
-                session.applications.offer(each, made_to, deadline)
+        withdrawn = dict[int, str]()
         attempt = Attempt(
-            offer, session.applications.following(decision.applied), session.config, deadline,
-            partial(self._lost, old, new), session.check_store,
+            offer, session.applications.following(applied), session.config, joining,
+            partial(self._lost, old, new, withdrawn), session.check_store,
         )  # fmt: skip
-        made = attempt.run()
+        try:
+            if session.rank == members[0]:
+                for rank, each in new.items():
+                    if not session.applications.offer(each, offers[each], joining):
+                        withdrawn[rank] = f"grow: {each.who} waits no more"
+            made = attempt.run()
+        except BaseException:
+            session.applications.note(applied, offers)
+            raise
         if isinstance(made, Context):
             self._shrinking.end()
             attempt.keep(session.hand_over())
             return made
-        failed = {each: made_to for each, made_to in offers.items() if made_to.rank != made.peer}
-        session.applications.note(decision.applied, failed)
-        if made.peer in new and not deadline.expired():
-            return None
+        if made.peer in new:
+            return [
+                msgspec.structs.replace(each, name=renamed(each.name, token))
+                for rank, each in new.items()
+                if rank != made.peer
+            ]
+        session.applications.note(applied, offers)
         error = made.error()
         error.rank, error.peer, error.op = session.rank, old.get(made.peer) if made.peer is not None else None, "grow"
         raise error
 
-    def _lost(self, old: Mapping[int, int], new: Mapping[int, Applicant]) -> dict[int, str]:
+    def _lost(
+        self, old: Mapping[int, int], new: Mapping[int, Applicant], withdrawn: Mapping[int, str]
+    ) -> Mapping[int, str]:
         session = self._session
         lost = {
-            rank: f"grow: {self._shrinking.name(before)} is lost, {session.last_words(before)}"
+            rank: f"grow: {self._shrinking.name(before)} is lost, {session.last_words(before)}; go on without it by shrink()"
             for rank, before in old.items()
             if session.gone(before)
         }
@@ -233,7 +277,7 @@ class Growing:
             ended = session.applications.ended(list(new.values()))
             lost = {rank: f"grow: {each.who} has ended, which joined" for rank, each in new.items() if each in ended}
             self._looked = time.monotonic()
-        return lost
+        return lost or withdrawn
 
 
 def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close: Callable[[], None]) -> Context:
@@ -251,7 +295,9 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
     with contextlib.closing(Application(store, rank, config, deadline)) as application:
         while True:
             offer = application.answer(deadline)
-            attempt = Attempt(offer, Applications(store, config, offer.applied, runs=False), config, deadline)
+            # As long as the members wait, so that this one's own time decides nothing for them.
+            joining = Deadline.after(offer.seconds)
+            attempt = Attempt(offer, Applications(store, config, offer.applied, runs=False), config, joining)
             made = attempt.run()
             if isinstance(made, Context):
                 attempt.keep(on_close)

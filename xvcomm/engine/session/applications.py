@@ -52,14 +52,18 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
         token: of the attempt to make the grown job.
         rank: in it.
         numbers: see `Growth`.
+        newcomers: in words, by their ranks in it.
         applied: see `Applications.note`.
+        seconds: how long the members wait for all to join.
         refusal: why it cannot join; empty if it can.
     """
 
     token: str = ""
     rank: int = 0
     numbers: tuple[int, ...] = ()
+    newcomers: dict[int, str] = {}
     applied: int = 0
+    seconds: float = 0.0
     refusal: str = ""
 
 
@@ -93,9 +97,13 @@ class Applications:
             return [], self._applied
         applied, found = self._counted(deadline), list[Applicant]()
         for each, failed in self._failed.items():
-            self.offer(each, failed, deadline)  # the rank that was to do so may have died before
-            found.append(msgspec.structs.replace(each, name=renamed(each.name, failed.token)))
+            again = msgspec.structs.replace(each, name=renamed(each.name, failed.token))
+            # The rank that was to make the offer may have died before.
+            if self.offer(each, failed, deadline) and self._waits(again.name):
+                found.append(again)
         for number in range(self._applied + 1, applied + 1):
+            if not self._waits(str(number)):
+                continue
             try:
                 settling = Deadline.after(deadline.sooner(_SETTLE_SECONDS))
                 found.append(_decode_applicant(self._place.get(f"applicant/{number}", settling)))
@@ -112,9 +120,10 @@ class Applications:
         refusing = self._place.ended(listening) if listening else ()
         return [each for each in near if not presence.held(each.byte)] + [listening[address] for address in refusing]
 
-    def offer(self, applicant: Applicant, offer: Offer, deadline: Deadline) -> None:
-        """Answer an applicant that all members have agreed on, unless another rank has done so."""
-        self._place.decide(f"answer/{applicant.name}", msgspec.msgpack.encode(offer), deadline)
+    def offer(self, applicant: Applicant, offer: Offer, deadline: Deadline) -> bool:
+        """Answer an applicant that all members have agreed on, unless another rank has done so; whether it still waits."""
+        mine = msgspec.msgpack.encode(offer)
+        return not _decode_offer(self._place.decide(f"answer/{applicant.name}", mine, deadline)).refusal
 
     def refuse(self, name: str, why: str, deadline: Deadline) -> None:
         """Answer an application that comes to nothing."""
@@ -160,6 +169,14 @@ class Applications:
                 self._place.wait(others, Deadline.after(0))
                 self._place.set(_ENDED, b"", soon)
 
+    def _waits(self, name: str) -> bool:
+        """Whether an application is without an answer, and not withdrawn."""
+        try:
+            self._place.wait([f"answer/{name}"], Deadline.after(0))
+        except NotSet:
+            return True
+        return False
+
     def _counted(self, deadline: Deadline) -> int:
         try:
             return int(self._place.get("applied", Deadline.after(0)))
@@ -188,7 +205,7 @@ def part(prefix: str, store: Store, growth: Growth | None) -> Store:
 
 
 class Application:
-    """One process's application to join a job that runs. Closing it says that it waits no more.
+    """One process's application to join a job that runs. Closing it withdraws it, unless it was answered.
 
     Args:
         store: in which the job has begun.
@@ -197,7 +214,7 @@ class Application:
 
     def __init__(self, store: Store, rank: int, config: Config, deadline: Deadline) -> None:
         place = PrefixStore("applying", store)
-        self._place, self._rank = place, rank
+        self._place, self._rank, self._name, self._answered = place, rank, "", False
         self._standby: Standby | None = place.standby(spare_ports(config))
         try:
             presence = Presence.take(config.shm_dir)
@@ -227,6 +244,9 @@ class Application:
                 self._place.wait([_ENDED], Deadline.after(0))
                 raise self._refused("the job has ended")
             if deadline.expired():
+                offer = self._withdraw()
+                if offer is not None:
+                    return self._accepted(offer)
                 raise DeadlineExceeded(
                     "the ranks of the job did not call grow() in time; they take processes in only there. A larger "
                     "XVCOMM_TIMEOUT lets this one wait longer",
@@ -234,6 +254,7 @@ class Application:
                 )  # fmt: skip
 
     def _accepted(self, offer: Offer) -> Offer:
+        self._answered = True
         if offer.refusal:
             raise self._refused(offer.refusal)
         return offer
@@ -243,10 +264,21 @@ class Application:
 
     def again(self, token: str) -> None:
         """Apply once more, after an attempt failed that others have ended."""
-        self._name = renamed(self._name, token)
+        self._name, self._answered = renamed(self._name, token), False
+
+    def _withdraw(self) -> Offer | None:
+        """Say that this process waits no more; what the members have offered meanwhile, if they have."""
+        mine = msgspec.msgpack.encode(Offer(refusal="it waits no more"))
+        with contextlib.suppress(XvcommError):
+            found = self._place.decide(f"answer/{self._name}", mine, Deadline.after(_LEAVE_SECONDS))
+            return None if found == mine else _decode_offer(found)
+        return None
 
     def close(self) -> None:
         """Wait no more. Idempotent."""
+        if self._name and not self._answered:
+            self._answered = True
+            self._withdraw()
         if self._standby is not None:
             self._standby.close()
 

@@ -31,7 +31,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         token: differs from round to round.
         by: the rank that has decided.
         newcomers: the processes that join; none unless all members are left and take processes in.
-        applied: the number of applications that are decided with it; see `Applications.note`.
+        applied: the number of applications that are decided with it, see `Applications.note`; None if it is not about them.
     """
 
     members: tuple[int, ...]
@@ -39,7 +39,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     token: str
     by: int
     newcomers: tuple[Applicant, ...] = ()
-    applied: int = 0
+    applied: int | None = None
 
 
 class _Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -213,8 +213,9 @@ class _Round:
         return self._decide((), self._missing(left) or left[:1])
 
     def _decide(
-        self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[Applicant] = (), applied: int = 0
-    ) -> Decision:
+        self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[Applicant] = (),
+        applied: int | None = None,
+    ) -> Decision:  # fmt: skip
         token, own = secrets.token_hex(4), self._session.rank
         mine = Decision(tuple(members), tuple(late), token, own, tuple(newcomers), applied)
         # Beyond the deadline, since the others are to learn of it.
