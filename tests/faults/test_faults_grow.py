@@ -8,6 +8,7 @@ import threading
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 from growing import grown, join, join_or_die, lose, restarted, take_in
 from shrinking import die, dying_at, own, shrunk, works
@@ -157,8 +158,15 @@ def groups_end(comm):
     with comm:
         left = lose(comm, (1,))
         part = left.split(0)
-        made, _ = take_in(left, 1)
-        with pytest.raises(ClosedError):
+        left.barrier()
+        work = part.irecv(np.empty(8, np.int32), 1 - part.rank)
+        await_that(lambda: left.applicants() > 0)
+        if part.rank == 0:
+            time.sleep(0.5)  # the other rank waits for it in `grow`
+        made, _ = grown(left)
+        with pytest.raises(ClosedError, match=r"has grown; make .* anew by split\(\)"):
+            work.wait()
+        with pytest.raises(ClosedError, match=r"has grown; make .* anew by split\(\)"):
             part.barrier()
         with pytest.raises(ClosedError, match="grown"):
             left.barrier()

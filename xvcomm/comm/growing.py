@@ -24,6 +24,7 @@ from xvcomm.types.opcode import OpCode
 
 _LOOK_SECONDS = 0.1
 _APPLICANTS_SECONDS = 0.3
+_GROWN = "on a communicator of a job that has grown; make it anew by split() of what grow() returned"
 _SHARE = 0.5
 """The part of the time that is left in which newcomers must join; in the rest the members go on without one that does not."""
 _SETTLE_SECONDS = 2.0
@@ -240,6 +241,7 @@ class Growing:
             offer, session.applications.following(applied), session.config, joining,
             partial(self._lost, old, new, withdrawn), session.check_store,
         )  # fmt: skip
+        session.applications.joining = True
         try:
             if session.rank == members[0]:
                 for rank, each in new.items():
@@ -247,12 +249,16 @@ class Growing:
                         withdrawn[rank] = f"grow: {each.who} waits no more"
             made = attempt.run()
         except BaseException:
+            session.applications.joining = False
             session.applications.note(applied, offers)
             raise
         if isinstance(made, Context):
             self._shrinking.end()
+            for group in session.open_contexts():
+                group.lifecycle.close(_GROWN)
             attempt.keep(session.hand_over())
             return made
+        session.applications.joining = False
         if made.peer in new:
             return [
                 msgspec.structs.replace(each, name=renamed(each.name, token))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from xvcomm.abc.collective import CollectiveStalled, CollectiveStopped
 from xvcomm.abc.device import RingStalled, RingStopped
-from xvcomm.engine.lifecycle import Lifecycle
+from xvcomm.engine.lifecycle import CLOSED, Lifecycle
 from xvcomm.engine.session.diagnosis import Diagnosis
 from xvcomm.engine.session.explaining import Explanation
 from xvcomm.engine.session.rings import Rings
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
 from xvcomm.system import limits
-from xvcomm.system.forking import FORKED
 from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology
@@ -39,7 +38,7 @@ class Failures:
         lifecycle, diagnosis = self._lifecycle, self._diagnosis
         stopped = isinstance(error, (RingStopped, CollectiveStopped))
         if stopped and lifecycle.closed and not lifecycle.aborted():
-            what = f"{operation} {FORKED if lifecycle.closed is FORKED else _CLOSED_EARLY}"
+            what = f"{operation} {_CLOSED_EARLY if lifecycle.closed == CLOSED else lifecycle.closed}"
             return ClosedError(what, rank=self._rank, op=str(operation.name), seq=operation.sequence)
         if known := lifecycle.word():
             lifecycle.abort(known)

@@ -22,7 +22,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology
 
-_CLOSED = "on a communicator that was closed; make a new one"
+CLOSED = "on a communicator that was closed; make a new one"
 _DRAIN_SECONDS, _SETTLE_SECONDS, _TELL_SECONDS, _PAUSE_SECONDS = 10.0, 1.0, 1.0, 0.0005
 _HEAD_START_SECONDS = 0.3
 """How long ranks of other hosts have to hear why a communicator stops before the native library is stopped: their kernels end
@@ -270,7 +270,7 @@ class Lifecycle:
         if self.native is not None:
             self.native.abort(word, self._head_start)
 
-    def close(self, why: str = _CLOSED) -> None:
+    def close(self, why: str = CLOSED) -> None:
         """Leave: who still waits for this rank raises PeerLost. Idempotent.
 
         Args:

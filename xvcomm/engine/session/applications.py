@@ -75,6 +75,10 @@ _decode_offer = msgspec.msgpack.Decoder(Offer).decode
 class Applications:
     """The applications to a job, as one of its ranks knows them; all ranks come to know the same, by their agreements.
 
+    Attributes:
+        store: in which the job has begun.
+        joining: whether processes are joining: ranks that leave the job meanwhile have grown into the next one.
+
     Args:
         store: in which the job has begun.
         applied: the number of applications that were decided before this rank has joined.
@@ -83,7 +87,7 @@ class Applications:
 
     def __init__(self, store: Store, config: Config, applied: int = 0, *, runs: bool = True) -> None:
         self.store, self._config, self._runs = store, config, runs
-        self._place, self._applied = PrefixStore("applying", store), applied
+        self._place, self._applied, self.joining = PrefixStore("applying", store), applied, False
         self._failed: dict[Applicant, Offer] = {}
         self._closed = False
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xvcomm.engine.session.explaining import Explanation
 from xvcomm.engine.session.rings import Rings
 from xvcomm.engine.session.session import Session
-from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.memory.ring import Message, Reason, RingEnd
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import Record
@@ -116,6 +116,10 @@ class Diagnosis:
         if reason is Reason.SERVER_LOST:
             return PeerLost(
                 f"{what}: {self._session.server_lost()}; close the communicator, and restart the job", **known
+            )
+        if reason is Reason.LEFT and self._session.applications.joining:
+            return ClosedError(
+                f"{what}: the job has grown; make the communicator anew by split() of what grow() returned", **known
             )
         left = reason is Reason.LEFT or self._session.journal.left(self._ranks[about])
         text = f"{what}: {self.name(about)} {'left' if left else 'was lost'}; {self._last_words(about)}"

@@ -293,9 +293,10 @@ class Session:
 
     def history(self) -> list[Record]:
         """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
-        return with_ways(self.journal.recorder.history(), self._open_contexts())
+        return with_ways(self.journal.recorder.history(), self.open_contexts())
 
-    def _open_contexts(self) -> list[Supervised]:
+    def open_contexts(self) -> list[Supervised]:
+        """The communicators that are not closed."""
         with self._lock:
             return list(self._contexts)
 
@@ -341,7 +342,7 @@ class Session:
         """A rank of another host has stopped or closed a communicator."""
         with self._lock:
             self._news.append((rank, news))
-        for context in self._open_contexts():
+        for context in self.open_contexts():
             if context.path == news.path:
                 context.lifecycle.hear(rank, news)
 
@@ -363,7 +364,7 @@ class Session:
 
     def _watch_over(self, look: Callable[[Supervised], None]) -> None:
         """Call `look` for every communicator; abort the one for which it fails, or nobody would learn of its failures."""
-        for context in self._open_contexts():
+        for context in self.open_contexts():
             try:
                 look(context)
             except Exception as error:
@@ -438,12 +439,11 @@ class Session:
                 return
             self._closed = True
         atexit.unregister(self._at_exit)
-        # The exit stack runs every step, even if an interrupt ends one of them.
-        with self._cleanup:
+        with self._cleanup:  # It runs every step, even if an interrupt ends one of them.
             if self.journal:
                 job, leave = (self.name, self.rank, self.size), self.applications.leave
                 self._cleanup.callback(leave, job, self._lost, self.journal.left)
                 # After the communicators are closed: until then others may wait for operations that this rank has begun.
                 self._cleanup.callback(self.journal.recorder.live, Life.CLOSED)
-            for context in self._open_contexts():
+            for context in self.open_contexts():
                 self._cleanup.callback(context.lifecycle.close)

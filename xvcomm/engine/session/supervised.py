@@ -28,8 +28,8 @@ class Stoppable(Protocol):
     def hear(self, world_rank: int, news: Stop | Departure) -> None:
         """Handle that a rank of another host has stopped or closed it."""
 
-    def close(self) -> None:
-        """Leave it."""
+    def close(self, why: str = ...) -> None:
+        """Leave it; `why` says why no operation may begin any more."""
 
 
 class Supervised(Protocol):
