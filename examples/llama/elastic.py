@@ -10,7 +10,7 @@ import numpy as np
 from llama.data import Batches
 from llama.stage import Framework, Stage, mean_loss
 from xvcomm.comm.communicator import Communicator
-from xvcomm.errors import PeerLost
+from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost
 
 
 @dataclass
@@ -61,7 +61,8 @@ class Elastic:
                     return self.progress
                 self._step()
                 if self._awaited():
-                    self.comm, agreed = self.comm.grow(), False
+                    self._grow()
+                    agreed = False
             except PeerLost:
                 self.comm, agreed = self.comm.shrink(), False
 
@@ -85,6 +86,13 @@ class Elastic:
         """Whether processes wait to join; the first rank asks, so that all decide alike."""
         waiting: int = self.comm.broadcast_object(self.comm.applicants() if self.comm.rank == 0 else 0, 0)
         return waiting > 0
+
+    def _grow(self) -> None:
+        """Take in the processes that wait; without them, if that fails."""
+        try:
+            self.comm = self.comm.grow()
+        except (PeerLost, DeadlineExceeded, Aborted):
+            self.comm = self.comm.shrink()
 
     def _catch_up(self) -> None:
         """All ranks continue from the one that is furthest: others may have lost a step, or have just begun."""

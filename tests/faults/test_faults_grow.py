@@ -129,6 +129,8 @@ def grow_alone(comm):
     part = comm.split(0)
     with pytest.raises(ArgumentError, match="whole job"):
         part.grow()
+    with pytest.raises(ArgumentError, match="whole job"):
+        part.applicants()
     assert comm.applicants() == 0
     made, _ = grown(comm)
     works(made, comm.job_ranks)
@@ -137,6 +139,8 @@ def grow_alone(comm):
         comm.barrier()
     with pytest.raises(ClosedError, match="grown"):
         comm.grow()
+    with pytest.raises(ClosedError, match="grown"):
+        comm.applicants()
     made, _ = shrunk(made)
     made, _ = grown(made)
     works(made, comm.job_ranks)
@@ -145,6 +149,8 @@ def grow_alone(comm):
     made.close()
     with pytest.raises(ClosedError):
         part.barrier()
+    with pytest.raises(ClosedError):
+        made.applicants()
 
 
 @pytest.mark.parametrize("places", [ISLANDS, HOSTS], ids=["islands", "hosts"])

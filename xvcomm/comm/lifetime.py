@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from xvcomm.comm.growing import Growing
 from xvcomm.comm.shrinking import Shrinking
 from xvcomm.comm.subgroups import naming
-from xvcomm.errors import ArgumentError
+from xvcomm.errors import ArgumentError, ClosedError
 from xvcomm.memory.ring import Reason
 from xvcomm.types.deadline import Deadline
 
@@ -88,7 +88,7 @@ class Lifetime:
         newcomers the job begins anew in the same processes: its other communicators are closed, too. Without, this does what
         `shrink` does. Only for the communicator of the whole job.
 
-        A newcomer that ends meanwhile is left out.
+        A newcomer that fails or ends meanwhile is left out, and so is one that does not join in half of the time that is left.
 
         Raises:
             PeerLost: a rank of this communicator is lost; on all ranks that are left. They can go on by `shrink`.
@@ -97,11 +97,7 @@ class Lifetime:
             ClosedError: this communicator was closed, or another one has taken its place.
             ArgumentError: this is not the communicator of the whole job.
         """
-        if not self._whole:
-            raise ArgumentError(
-                "only the communicator of the whole job can grow: call grow() on what xvcomm.init(), shrink() or grow() "
-                "returned, and make groups of the new one by split() or subgroup()"
-            )
+        self._ensure_whole()
         with naming(self._context):
             made = Growing(self._shrinking).run(self._deadline(timeout))
         same = made.session is self._context.session
@@ -114,8 +110,20 @@ class Lifetime:
 
         Raises:
             DeadlineExceeded, StoreError: the store does not answer, or cannot be reached.
+            ClosedError: this communicator was closed, or another one has taken its place.
+            ArgumentError: this is not the communicator of the whole job.
         """
+        self._ensure_whole()
+        if self._context.lifecycle.closed:
+            raise ClosedError(f"applicants {self._context.lifecycle.closed}", rank=self.rank)
         return self._context.session.applications.count(self._deadline(timeout))
+
+    def _ensure_whole(self) -> None:
+        if not self._whole:
+            raise ArgumentError(
+                "only the communicator of the whole job can grow: call applicants() and grow() on what xvcomm.init(), "
+                "shrink() or grow() returned, and make groups of the new one by split() or subgroup()"
+            )
 
     def _replace_by(self, context: Context, shrinking: Shrinking) -> Self:
         """Let a communicator with this context take the place of this one."""
