@@ -407,6 +407,31 @@ def test_a_process_that_comes_after_the_end(tmp_path):
             assert not isinstance(outcome, BaseException), outcome
 
 
+def end_with_one_waiting(comm):
+    await_that(lambda: comm.applicants() > 0)
+    comm.barrier()
+    comm.close()
+
+
+def wait_until_the_end(address):
+    with pytest.raises(Aborted, match="the job has ended"):
+        xvcomm.init(rank=2, size=3, store=address, timeout=20)
+
+
+def test_the_job_ends_with_its_folder(tmp_path):
+    """The last rank removes the folder, in which a process waits."""
+    (tmp_path / "store").mkdir(mode=0o700)
+    address = f"file://{tmp_path / 'store'}"
+    with World(2, env={"XVCOMM_STORE": address}) as world, World(1) as beside:
+        beside.kill(0)
+        beside.restart(0, XVCOMM_LOCAL_RANK="", XVCOMM_LOCAL_SIZE="")
+        for rank in range(2):
+            world.submit(rank, end_with_one_waiting)
+        beside.submit(0, wait_until_the_end, address)
+        for outcome in (*world.collect(), *beside.collect()):
+            assert not isinstance(outcome, BaseException), outcome
+
+
 def go_on_after_a_failed_attempt(comm):
     """One newcomer dies while the ranks wait for it, and another one has just applied: it waits for the next `grow`."""
     left = lose(comm, (1, 3))
@@ -531,6 +556,45 @@ def join_and_shrink():
 def test_some_shrink_after_growing():
     with World(3) as world:
         restarted(world, (1,), mixed_after_growing, join=join_and_shrink, joining=())
+
+
+def go_on_with_the_others(comm):
+    """A newcomer that fails, and applies again at once, waits for the next `grow`; the others of this one join."""
+    left = lose(comm, (1, 3))
+    made, _ = take_in(left, 2)
+    works(made, (0, 2, 3))
+    one_more(made)
+
+
+def one_more(comm):
+    made, _ = take_in(comm, 1)
+    works(made, (0, 1, 2, 3))
+    made.close()
+
+
+def join_and_take_in():
+    comm = xvcomm.init()
+    works(comm, (0, 2, 3))
+    one_more(comm)
+
+
+def fail_and_apply_again():
+    bad = mock.Mock(side_effect=ResourceError("too many open files"))
+    with mock.patch.object(session.equipment, "open_transports", bad), pytest.raises(ResourceError):
+        xvcomm.init()
+    join((0, 1, 2, 3))
+
+
+def test_a_newcomer_fails_and_applies_again():
+    with World(4) as world:
+        for rank in range(4):
+            world.submit(rank, go_on_with_the_others)
+        world.collect(1, 3)
+        for rank, call in ((1, fail_and_apply_again), (3, join_and_take_in)):
+            world.restart(rank)
+            world.submit(rank, call)
+        for outcome in world.collect():
+            assert not isinstance(outcome, BaseException), outcome
 
 
 def fail_once(comm, failing):

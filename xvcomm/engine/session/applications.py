@@ -175,11 +175,7 @@ class Applications:
 
     def _waits(self, name: str) -> bool:
         """Whether an application is without an answer, and not withdrawn."""
-        try:
-            self._place.wait([f"answer/{name}"], Deadline.after(0))
-        except NotSet:
-            return True
-        return False
+        return not _is_set(self._place, f"answer/{name}")
 
     def _counted(self, deadline: Deadline) -> int:
         try:
@@ -227,8 +223,8 @@ class Application:
                 rank, f"process {os.getpid()} on {socket.gethostname()}", host_identity(config.shm_dir, config.host),
                 presence.byte, self._standby.address if self._standby is not None else "", number,
             )  # fmt: skip
-            self._name = number
-            place.set(f"applicant/{number}", msgspec.msgpack.encode(mine), deadline)
+            self._name, self._entry = number, f"applicant/{number}"
+            place.set(self._entry, msgspec.msgpack.encode(mine), deadline)
         except BaseException:
             self.close()
             raise
@@ -244,8 +240,9 @@ class Application:
             with contextlib.suppress(NotSet):
                 soon = Deadline.after(deadline.sooner(_LOOK_SECONDS))
                 return self._accepted(_decode_offer(self._place.get(f"answer/{self._name}", soon)))
-            with contextlib.suppress(NotSet):
-                self._place.wait([_ENDED], Deadline.after(0))
+            if _is_set(self._place, _ENDED) or not _is_set(
+                self._place, self._entry
+            ):  # a folder is removed with the job
                 raise self._refused("the job has ended")
             if deadline.expired():
                 offer = self._withdraw()
@@ -285,6 +282,14 @@ class Application:
             self._withdraw()
         if self._standby is not None:
             self._standby.close()
+
+
+def _is_set(place: Store, key: str) -> bool:
+    try:
+        place.wait([key], Deadline.after(0))
+    except NotSet:
+        return False
+    return True
 
 
 def renamed(name: str, token: str) -> str:
