@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 
@@ -29,6 +30,11 @@ def take_in(comm, count, timeout=None):
     await_that(lambda: comm.applicants() >= count)
     comm.barrier()
     return grown(comm, timeout)
+
+
+def store_address(comm):
+    """In which the job meets."""
+    return os.environ["XVCOMM_STORE"]
 
 
 def lose(comm, victims):
