@@ -260,10 +260,18 @@ def test_some_shrink_after_growing():
         restarted(world, (1,), mixed_after_growing, join=join_and_shrink, joining=())
 
 
-def go_on_with_the_others(comm):
+def go_on_with_the_others(comm, file):
     """A newcomer that fails, and applies again at once, waits for the next `grow`; the others of this one join."""
     left = lose(comm, (1, 3))
-    made, _ = take_in(left, 2)
+    real = growing.Attempt.run
+
+    def run(self):
+        outcome = real(self)
+        await_that(file.exists)
+        return outcome
+
+    with mock.patch.object(growing.Attempt, "run", run):
+        made, _ = take_in(left, 2)
     works(made, (0, 2, 3))
     one_more(made)
 
@@ -280,21 +288,29 @@ def join_and_take_in():
     one_more(comm)
 
 
-def fail_and_apply_again():
+def fail_and_apply_again(file):
     bad = mock.Mock(side_effect=ResourceError("too many open files"))
     with mock.patch.object(session.equipment, "open_transports", bad), pytest.raises(ResourceError):
         xvcomm.init()
-    join((0, 1, 2, 3))
+    real = applications.Application.answer
+
+    def answer(self, deadline):
+        file.touch()
+        return real(self, deadline)
+
+    with mock.patch.object(applications.Application, "answer", answer):
+        join((0, 1, 2, 3))
 
 
-def test_a_newcomer_fails_and_applies_again():
+def test_a_newcomer_fails_and_applies_again(tmp_path):
+    file = tmp_path / "applied again"
     with World(4) as world:
         for rank in range(4):
-            world.submit(rank, go_on_with_the_others)
+            world.submit(rank, go_on_with_the_others, file)
         world.collect(1, 3)
-        for rank, call in ((1, fail_and_apply_again), (3, join_and_take_in)):
+        for rank, call in ((1, (fail_and_apply_again, file)), (3, (join_and_take_in,))):
             world.restart(rank)
-            world.submit(rank, call)
+            world.submit(rank, *call)
         for outcome in world.collect():
             assert not isinstance(outcome, BaseException), outcome
 
