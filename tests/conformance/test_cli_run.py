@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -430,6 +431,76 @@ def test_restarts_end(script):
     program = script("print(rank, flush=True)\nif rank == 1:\n    time.sleep(1)\n    sys.exit(3)")
     code, out, err = finish("-n", "2", "--no-prefix", "--survive", "--max-restarts", "2", program)
     assert code == 0 and sorted(out.split()) == ["0", "1"] and "started again" not in err
+
+
+AGAIN = "again = bool(os.environ.get('XVCOMM_REJOIN'))\n"
+RESTARTS = "--no-prefix", "--survive", "--max-restarts", "1"
+
+
+def test_the_first_failure_is_reported(script):
+    """And not that of the process that took the rank's place, which had no job to join any more."""
+    text = """
+        if again:
+            open(f"{sys.argv[1]}/{rank}", "w").close()
+            time.sleep(60)
+        if rank == 1:
+            while not os.path.exists(f"{sys.argv[1]}/0"):
+                time.sleep(0.02)
+        sys.exit(f"a bug in rank {rank}")
+    """
+    program = script(AGAIN + textwrap.dedent(text))
+    code, _, err = finish("-n", "2", *RESTARTS, program, os.path.dirname(program))
+    assert code == 1 and "failed because rank 0 ended with exit code 1; its last lines:\na bug in rank 0" in err
+    assert err.count("it is started again") == 1 and "no rank is left for those to join" in err
+
+
+def test_a_restarted_rank_ends_with_the_others(script):
+    """Those that it was to join end before it has joined them."""
+    program = script(AGAIN + "if again:\n    time.sleep(60)\nif rank == 1:\n    sys.exit(3)\ntime.sleep(2)")
+    begun = time.monotonic()
+    code, _, err = finish("-n", "2", *RESTARTS, program)
+    assert code == 0 and time.monotonic() - begun < 20
+    assert "it is started again" in err and "no rank is left for those to join" in err
+
+
+OUTLIVE = """
+import xvcomm
+again = bool(os.environ.get("XVCOMM_REJOIN"))
+comm = xvcomm.init()
+if rank == 1 and not again:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not again and comm.size == 1 or not again and len(comm.job_ranks) == 2 and comm.rank == 0:
+    try:
+        comm.barrier()
+        if comm.size == 1 and comm.applicants():
+            comm = comm.grow()
+            os.kill(os.getpid(), signal.SIGKILL)
+    except xvcomm.PeerLost:
+        comm = comm.shrink()
+time.sleep(5)
+print("lives", rank, flush=True)
+"""
+
+
+def test_a_restarted_rank_that_has_joined_goes_on(script):
+    """It is one of the job, also when all others have ended."""
+    code, out, err = finish("-n", "2", *RESTARTS, script(OUTLIVE), env={**ENV, "XVCOMM_DEVICE": "host"})
+    assert code == 0 and "lives 1" in out and "no rank is left" not in err, out + err
+
+
+def test_a_rank_that_cannot_be_started_again(script, tmp_path):
+    """The others go on without it."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n[ $RANK = 1 ] && rm {program} && exit 3\nsleep 2\necho done\n")
+    program.chmod(0o700)
+    code, out, err = finish("-n", "2", *RESTARTS, str(program))
+    assert (code, out) == (0, "done\n") and "the others go on without it" in err
+
+
+def test_a_launcher_in_a_restarted_rank(script):
+    """Its ranks begin a job of their own."""
+    program = script("print(os.environ.get('XVCOMM_REJOIN'))")
+    assert finish("-n", "1", "--no-prefix", program, env={**ENV, "XVCOMM_REJOIN": "1"})[1] == "None\n"
 
 
 def test_restarts_without_survivors(script):

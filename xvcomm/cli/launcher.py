@@ -43,6 +43,8 @@ class _Rank:
     process: subprocess.Popen[bytes]
     out: RankStream
     err: RankStream
+    awaited: int = 0
+    """How many processes with this rank's number must have returned for this one to be one of the job; 0: it began the job."""
     code: int | None = None
 
 
@@ -59,15 +61,17 @@ class Job:
         others: the launchers of other hosts, with which this one ends.
         survive: whether the other ranks go on when one fails.
         restarts: how often each rank that fails is started again meanwhile, to join the others.
+        returned: how many of the processes that were started again as this rank have joined the others.
     """
 
     def __init__(
         self, specs: Sequence[RankSpec], *, prefix: bool = True, grace: float = STOP_GRACE, first: int = 0,
         others: Others | None = None, survive: bool = False, restarts: int = 0,
+        returned: Callable[[int], int] = lambda _: 0,
     ) -> None:  # fmt: skip
         self._specs, self._first, self._others = specs, first, others
         self._prefix, self._survive = prefix, survive
-        self._left = [restarts] * len(specs)
+        self._left, self._returned, self._abandoned = [restarts] * len(specs), returned, False
         self._grace = grace
         self._ranks: list[_Rank] = []
         self._selector = selectors.PollSelector()
@@ -75,7 +79,7 @@ class Job:
         self._paused = False
         self._outlets: tuple[Outlet, Outlet] = outlets(os.environ)
         self._failing = False
-        self._failed: list[int] = []
+        self._failed: list[tuple[int, _Rank]] = []
         self._last_read = math.inf
         self._signal: signal.Signals | None = None
         self._plan: list[tuple[float, signal.Signals]] = []
@@ -141,7 +145,31 @@ class Job:
         before, spec = self._ranks[number], self._specs[number]
         self._signal_group(before, signal.SIGKILL)
         before.process.wait()
-        self._ranks[number] = self._rank(number, replace(spec, env={**spec.env, "XVCOMM_REJOIN": "1"}))
+        awaited = self._returned(number) + 1
+        try:
+            self._ranks[number] = self._rank(number, replace(spec, env={**spec.env, "XVCOMM_REJOIN": "1"}))
+        except ResourceError as error:
+            self.say(f"{error}; the others go on without it")
+        else:
+            self._ranks[number].awaited = awaited
+
+    def _belongs(self, number: int) -> bool:
+        """Whether a rank is one of the job: it has not been started again, or has joined the others since."""
+        awaited = self._ranks[number].awaited
+        return not awaited or self._returned(number) >= awaited
+
+    def _goes_on(self) -> bool:
+        """Whether a rank of the job runs, which others can join."""
+        return any(rank.code is None and self._belongs(number) for number, rank in enumerate(self._ranks))
+
+    def _abandon(self) -> None:
+        """Begin to end the ranks that wait to join a job of which no rank is left."""
+        if self._plan or not any(rank.code is None for rank in self._ranks) or self._goes_on():
+            return
+        self._abandoned = True
+        start = time.monotonic() + FAILURE_GRACE
+        self._plan = [(start, signal.SIGTERM), (start + self._grace, signal.SIGKILL)]
+        self.say(f"no rank is left for those to join that were started again; they have {FAILURE_GRACE:g} s to end")
 
     @staticmethod
     def _spawn(number: int, spec: RankSpec) -> subprocess.Popen[bytes]:
@@ -277,20 +305,28 @@ class Job:
         for _, number in sorted(ended):
             if self._ranks[number].code and self._signal is None:
                 self._note_failure(number)
+        if ended and self._survive and self._signal is None:
+            self._abandon()
 
     def _note_failure(self, number: int) -> None:
+        rank = self._ranks[number]
         if self._survive:
-            self._failed.append(number)
-            if any(rank.code is None for rank in self._ranks):
+            if self._belongs(number):  # the others have replaced those before
+                self._failed = [(other, failed) for other, failed in self._failed if other != number]
+            elif self._abandoned:
+                return
+            self._failed.append((number, rank))
+            if self._goes_on():
                 again = self._left[number] > 0
-                self.say(f"{self._describe(number)}; the others go on" + (", and it is started again" if again else ""))
+                how = self._describe(number, rank)
+                self.say(f"{how}; the others go on" + (", and it is started again" if again else ""))
                 if again:
                     self._restart(number)
             return
         if not self._failing:
-            self._end_job(Stop(self._describe(number)))
+            self._end_job(Stop(self._describe(number, rank)))
         if len(self._plan) == 2:
-            self._failed.append(number)
+            self._failed.append((number, rank))
 
     def _end_job(self, stop: Stop) -> None:
         """Begin to end the ranks of all hosts."""
@@ -303,7 +339,7 @@ class Job:
         if self._signal is not None:
             return
         if stop.signal is not None:
-            self._signal = stop.signal
+            self._signal, self._abandoned = stop.signal, False
             self._signal_all(stop.signal if stop.signal in _ENDING else signal.SIGTERM)
             self._plan = [(time.monotonic() + self._grace, signal.SIGKILL)]
         elif not self._failing:
@@ -313,9 +349,9 @@ class Job:
             if any(rank.code is None for rank in self._ranks):
                 self.say(f"{stop.reason}; the others have {FAILURE_GRACE:g} s to end")
 
-    def _describe(self, number: int) -> str:
+    def _describe(self, number: int, rank: _Rank) -> str:
         """How a rank ended, as text."""
-        code = self._ranks[number].code or 0
+        code = rank.code or 0
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
         label, where = self._specs[number].label, f" on {self._others.hostname}" if self._others is not None else ""
         return f"rank {self._first + number}{f' ({label})' if label else ''}{where} {how}"
@@ -326,6 +362,9 @@ class Job:
 
     def _follow_plan(self, now: float) -> None:
         while self._plan and now >= self._plan[0][0]:
+            if self._abandoned and self._goes_on():  # one has joined just before the others ended
+                self._plan, self._abandoned = [], False
+                return
             self._signal_all(self._plan.pop(0)[1])
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -372,14 +411,15 @@ class Job:
             return Outcome(128 + self._signal, signal=self._signal)
         if not self._failed or (self._survive and any(rank.code == 0 for rank in self._ranks)):
             return Outcome(0)
-        words = {n: self._ranks[n].err.last or self._ranks[n].out.last for n in self._failed}
+        words = [rank.err.last or rank.out.last for _, rank in self._failed]
         # The rank that caused the failure may take longer to end than the ranks that noticed it.
-        causes = [n for n in self._failed if not any(c in w for c in _CONSEQUENCES for w in words[n])]
-        first = (causes or self._failed)[0]
-        code = self._ranks[first].code or 0
+        causes = [n for n, last in enumerate(words) if not any(c in w for c in _CONSEQUENCES for w in last)]
+        first = causes[0] if causes else 0
+        number, rank = self._failed[first]
+        code = rank.code or 0
         return Outcome(
             code if code >= 0 else 128 - code,
-            self._describe(first),
+            self._describe(number, rank),
             last_words=tuple(words[first]),
             consequence=not causes,
         )

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -22,10 +22,14 @@ from xvcomm.cli.nodes import Nodes, Place, join
 from xvcomm.cli.output import prefixes
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
+from xvcomm.rendezvous import returning
+from xvcomm.rendezvous.store import StoreAddress, TcpStore
 from xvcomm.rendezvous.store.hosting import loopback
 from xvcomm.rendezvous.store.tcp import TcpServer
+from xvcomm.types.deadline import Deadline
 from xvcomm.types.topology import parse_islands
 
+_ANSWER_SECONDS = 5.0
 _GRACE_HELP = (
     f"Seconds from Ctrl-C or SIGTERM to SIGKILL; after a failure the others have {FAILURE_GRACE:g} s before SIGTERM."
 )
@@ -166,9 +170,10 @@ def launch(
         common = {**terminal_environment(labels, prefix), **common, **extra}
         envs = rank_environments(common, labels, first, size)
         specs = [RankSpec(label, tuple(argv), env) for label, env in zip(labels, envs, strict=True)]
-        with Job(
-            specs, prefix=prefix, grace=grace, first=first, others=nodes, survive=survive, restarts=restarts
-        ) as running:
+        with _returned(common) as returned, Job(
+            specs, prefix=prefix, grace=grace, first=first, others=nodes, survive=survive, restarts=restarts,
+            returned=returned,
+        ) as running:  # fmt: skip
             outcome = running.run()
         _report(outcome)
     return outcome.code
@@ -198,15 +203,37 @@ def job_environment() -> Iterator[dict[str, str]]:
 
 
 @contextmanager
+def _returned(variables: Mapping[str, str]) -> Iterator[Callable[[int], int]]:
+    """How many of the processes that were started again as a rank have joined the job that this launcher serves."""
+    opened: list[TcpStore] = []
+
+    def returned(rank: int) -> int:
+        if not opened:
+            address = StoreAddress.parse(variables["XVCOMM_STORE"])
+            opened.append(
+                TcpStore(address.host, address.port, variables["XVCOMM_SECRET"], Deadline.after(_ANSWER_SECONDS))
+            )
+        return returning.told(opened[0], rank, Deadline.after(_ANSWER_SECONDS))
+
+    try:
+        yield returned
+    finally:
+        for store in opened:
+            store.close()
+
+
+@contextmanager
 def member_environment(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Environment that this host's ranks of a job share: this process's, `variables`, and a name for shared memory files.
 
-    Leaving it removes such files that killed ranks left.
+    Not `XVCOMM_REJOIN`, which concerns the job of which this process is a rank, if it is one. Leaving it removes such files that
+    killed ranks left.
     """
     folder = Path(Config.from_env().shm_dir)
     job = f"{os.environ.get('XVCOMM_JOB') or os.getpid()}-{secrets.token_hex(4)}"
     try:
-        yield {**os.environ, **variables, "XVCOMM_JOB": job}
+        inherited = {name: value for name, value in os.environ.items() if name != "XVCOMM_REJOIN"}
+        yield {**inherited, **variables, "XVCOMM_JOB": job}
     finally:
         for file in folder.glob(f"xvcomm-{job}-*"):
             file.unlink(missing_ok=True)

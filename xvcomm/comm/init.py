@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ConfigError
+from xvcomm.rendezvous import returning
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
 from xvcomm.rendezvous.kubernetes import this_pod
 from xvcomm.rendezvous.slurm import slurm_address
@@ -362,6 +363,7 @@ def _rejoin(
         raise
     _rejoined.add(os.getpid())
     _epochs[_place(launcher, config), launcher.rank] += 1
+    returning.tell(base, launcher.rank, deadline)
     return comm
 
 
