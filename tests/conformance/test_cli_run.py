@@ -503,6 +503,23 @@ def test_a_launcher_in_a_restarted_rank(script):
     assert finish("-n", "1", "--no-prefix", program, env={**ENV, "XVCOMM_REJOIN": "1"})[1] == "None\n"
 
 
+TOO_EARLY = """
+import numpy, xvcomm
+if rank == int(sys.argv[1]) and not os.environ.get("XVCOMM_REJOIN"):
+    sys.exit("cannot begin")
+with xvcomm.init() as comm:
+    print(int(comm.all_reduce(numpy.ones(1))[0]), "of", comm.size)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_before_it_joins(script, victim):
+    """The others wait for it to begin, so the process in its place begins the job with them."""
+    env = {**ENV, "XVCOMM_DEVICE": "host"}
+    code, out, err = finish("-n", "2", *RESTARTS, script(TOO_EARLY), str(victim), env=env)
+    assert code == 0 and out.splitlines() == ["2 of 2"] * 2, out + err
+
+
 def test_restarts_without_survivors(script):
     code, _, err = finish("-n", "2", "--max-restarts", "1", script(""))
     assert code and "--max-restarts needs --survive" in err

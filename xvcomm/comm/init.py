@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -13,14 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.config import Config
-from xvcomm.errors import ArgumentError, ConfigError
+from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded, XvcommError
 from xvcomm.rendezvous import returning
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
 from xvcomm.rendezvous.kubernetes import this_pod
 from xvcomm.rendezvous.slurm import slurm_address
-from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
+from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, awaits, need_secret
+from xvcomm.rendezvous.store.folder import lives
 from xvcomm.rendezvous.store.hosting import loopback, meet, own_address, protect, serve_or_join
 from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world
 from xvcomm.system import interrupts, limits
@@ -86,18 +88,23 @@ def init(
         config, rank=launcher.rank, size=launcher.size, local_rank=launcher.local_rank, local_size=launcher.local_size
     )
     deadline = Deadline.after(config.timeout)
-    if config.rejoin and os.getpid() not in _rejoined:
-        return _rejoin(store, launcher, config, env, deadline)
+    returns = config.rejoin and os.getpid() not in _rejoined
+    if returns:
+        found = _rejoin(store, launcher, config, env, deadline)
+        if found is not None:
+            return found
     if store is None or isinstance(store, str):
         base, place = rendezvous(launcher, config, env, deadline), _place(launcher, config)
     else:
         base, place = _wrap(store, launcher, env, deadline, config.secret), None
 
     try:
-        space = _namespace(base, launcher.rank, env, deadline)
+        space = _namespace(base, launcher.rank, env, deadline, _epochs[place, launcher.rank] if place else 0)
         comm = Communicator.join(
             space, launcher.rank, launcher.size, config=config, deadline=deadline, on_close=base.close
         )
+        if returns:
+            _return(base, launcher, deadline)
     except BaseException as error:
         if isinstance(error, ConfigError) and launcher.rank == 0 and launcher.size > 1:
             # Keep serving for a moment, so that ranks that come later get this error instead of waiting for a server.
@@ -286,7 +293,7 @@ def _wrap(
     else:
         raise _no_store(store)
     return protect(
-        _namespace(bootstrap, launcher.rank, env, deadline, runs=False),
+        _namespace(bootstrap, launcher.rank, env, deadline, None),
         launcher.rank,
         _host(launcher),
         deadline,
@@ -325,19 +332,19 @@ def _attempt(env: Mapping[str, str]) -> str:
     return env.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
-def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline, *, runs: bool = True) -> Store:
+def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline, epoch: int | None) -> Store:
     """A part of the store that no earlier communicator has used.
 
     Args:
-        runs: whether the job runs there, so that processes that join it meanwhile look for it.
+        epoch: of the job, for processes that join it meanwhile; None if it does not run in this store.
 
     A store may be used by many communicators in turn. Every process counts its own in the store. The key contains the process,
     so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
     """
     place = f"xvcomm/{_attempt(env)}"
     turn = store.add(_turns(place, rank), 1, deadline)
-    if rank == 0 and runs:
-        store.set(f"{place}/turn", b"%d" % turn, deadline)
+    if rank == 0 and epoch is not None:
+        store.set(f"{place}/running", b"%d %d" % (turn, epoch), deadline)
     return PrefixStore(f"{place}/{turn}", store)
 
 
@@ -347,24 +354,55 @@ def _turns(place: str, rank: int) -> str:
 
 def _rejoin(
     store: Any, launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline
-) -> Communicator:
-    """Join a job that runs; serves no store and counts for none, because the job's is there already."""
+) -> Communicator | None:
+    """Join a job that runs; serves no store and counts for none, because the job's is there already.
+
+    None if the job waits for this rank to begin, as the process before has ended too early: it is to join as any other.
+    """
     from xvcomm.comm.communicator import Communicator
 
     base = PrefixStore("init", store) if isinstance(store, Store) else _running(config, deadline)
-    place = f"xvcomm/{_attempt(env)}"
     try:
-        turn = int(base.get(f"{place}/turn", deadline))
-        base.add(_turns(place, launcher.rank), turn, deadline)  # as if it had been there before
-        space = PrefixStore(f"{place}/{turn}", base)
+        turn, epoch = _current(base, launcher, env, deadline)
+        space, begins = PrefixStore(f"xvcomm/{_attempt(env)}/{turn}", base), turn == 0
+        if not begins:
+            begins = awaits(PrefixStore("join", space), launcher.rank, deadline)
+            turns = _turns(f"xvcomm/{_attempt(env)}", launcher.rank)
+            base.add(turns, turn - begins, deadline)  # as if it had been there before
+        if not isinstance(store, Store):
+            _epochs[_place(launcher, config), launcher.rank] = epoch + (not begins)
+        if begins:
+            base.close()
+            return None
         comm = Communicator.rejoin(space, launcher.rank, config=config, deadline=deadline, on_close=base.close)
+        _return(base, launcher, deadline)
     except BaseException:
         base.close()
         raise
-    _rejoined.add(os.getpid())
-    _epochs[_place(launcher, config), launcher.rank] += 1
-    returning.tell(base, launcher.rank, deadline)
     return comm
+
+
+def _current(
+    store: Store, launcher: LauncherEnvironment, env: Mapping[str, str], deadline: Deadline
+) -> tuple[int, int]:
+    """Turn and epoch of the job that runs in a store; zeros if rank 0 is to begin the first one."""
+    try:
+        found = store.get(f"xvcomm/{_attempt(env)}/running", Deadline.after(0) if launcher.rank == 0 else deadline)
+    except NotSet:
+        if launcher.rank == 0:
+            return 0, 0
+        raise DeadlineExceeded(
+            "no job runs in this store, which XVCOMM_REJOIN=1 is to join: unset XVCOMM_REJOIN", rank=launcher.rank
+        ) from None
+    turn, epoch = map(int, found.split())
+    return turn, epoch
+
+
+def _return(store: Store, launcher: LauncherEnvironment, deadline: Deadline) -> None:
+    """Note that this process has joined the job in the place of another one."""
+    _rejoined.add(os.getpid())
+    with contextlib.suppress(XvcommError):
+        returning.tell(store, launcher.rank, deadline)
 
 
 def _running(config: Config, deadline: Deadline) -> Store:
@@ -376,6 +414,6 @@ def _running(config: Config, deadline: Deadline) -> Store:
         )
     address = StoreAddress.parse(config.store)
     if address.folder is None:
-        return TcpStore(address.host, address.port, need_secret(config.secret), deadline)
-    epochs = [int(path.name) for path in address.folder.glob("*") if path.name.isdigit()]
-    return FileStore(address.folder / str(max(epochs, default=0)))
+        return TcpStore(address.host, address.port, need_secret(config.secret), deadline, epoch=None)
+    epochs = [path for path in address.folder.glob("*") if path.name.isdigit()]
+    return FileStore(max(epochs, key=lambda path: (lives(path), int(path.name)), default=address.folder / "0"))

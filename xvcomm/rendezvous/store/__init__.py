@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.errors import ConfigError
 from xvcomm.rendezvous.store.file import FileStore
-from xvcomm.rendezvous.store.join import join_barrier
+from xvcomm.rendezvous.store.join import awaits, join_barrier
 from xvcomm.rendezvous.store.memory import MemoryStore
 from xvcomm.rendezvous.store.protocol import need_secret
 from xvcomm.rendezvous.store.tcp import TcpServer, TcpStore
@@ -23,6 +23,7 @@ __all__ = [
     "StoreAddress",
     "TcpServer",
     "TcpStore",
+    "awaits",
     "join_barrier",
     "need_secret",
     "open_store",

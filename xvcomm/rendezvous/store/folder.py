@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from functools import partial
@@ -74,6 +75,13 @@ def enter(folder: Path, ranks: int) -> None:
         )
     with file.open("a") as out:
         out.write(f"{processes.place()} {os.getpid()} {processes.started(os.getpid())}\n")
+
+
+def lives(folder: Path) -> bool:
+    """Whether a registered process of this host runs, or one of another host may."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(_state(member) != "dead" for member in (folder / _MEMBERS).read_text().splitlines())
+    return False
 
 
 def _state(member: str) -> Literal["alive", "dead", "unknown"]:

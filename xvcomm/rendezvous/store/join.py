@@ -110,6 +110,14 @@ def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK)
         _decide(store, _Verdict(failed=text, peer=rank))
 
 
+def awaits(store: Store, rank: int, deadline: Deadline) -> bool:
+    """Whether others may wait in `join_barrier` for this rank: the outcome is open, and the rank has not come."""
+    with contextlib.suppress(NotSet):
+        store.get(_VERDICT, Deadline.after(0))
+        return False
+    return store.add(f"rank/{rank}", 0, deadline) == 0
+
+
 def _who() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 

@@ -39,11 +39,14 @@ class Challenge(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """Client: its nonce, its proof, the number of communicators it has had at this address (see `Refused`), its process."""
+    """Client: its nonce, its proof, the number of communicators it has had at this address (see `Refused`), its process.
+
+    Without a number it joins a job that runs, whatever that is.
+    """
 
     nonce: bytes
     proof: bytes
-    epoch: int
+    epoch: int | None
     process: str = ""
 
 
@@ -220,12 +223,12 @@ def need_secret(secret: str | None) -> str:
     return secret
 
 
-def prove(secret: str, side: Side, other: bytes, own: bytes, epoch: int) -> bytes:
+def prove(secret: str, side: Side, other: bytes, own: bytes, epoch: int | None) -> bytes:
     """HMAC-SHA256 over both nonces and the epoch. It includes the side, so that a proof cannot be reflected to its sender."""
     return _keyed(secret, side, other + own + str(epoch).encode())
 
 
-def proven(secret: str, side: Side, other: bytes, own: bytes, epoch: int, proof: bytes) -> bool:
+def proven(secret: str, side: Side, other: bytes, own: bytes, epoch: int | None, proof: bytes) -> bool:
     """Whether the proof that `side` sent is correct. Compares in constant time."""
     return hmac.compare_digest(prove(secret, side, other, own, epoch), proof)
 

@@ -329,7 +329,7 @@ class _Connection(asyncio.Protocol):
             raise _Rude
         if not protocol.proven(clients.secret, "client", self._nonce, answer.nonce, answer.epoch, answer.proof):
             self._refuse(protocol.Refused("secret"))
-        elif clients.epoch is not None and clients.epoch != answer.epoch:
+        elif None not in (clients.epoch, answer.epoch) and clients.epoch != answer.epoch:
             self._refuse(protocol.Refused("epoch"))
         else:
             self._cancel_timer()

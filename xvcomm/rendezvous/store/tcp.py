@@ -43,7 +43,7 @@ class TcpStore(Store):
         secret: str,
         deadline: Deadline,
         *,
-        epoch: int = 0,
+        epoch: int | None = 0,
         on_close: Callable[[], None] | None = None,
         patient: bool = True,
     ) -> None:
@@ -52,7 +52,7 @@ class TcpStore(Store):
         Args:
             secret: of the job.
             deadline: for the first connection.
-            epoch: see `TcpServer`.
+            epoch: see `TcpServer`; None to use whatever it serves.
             on_close: called once, after this store has closed its connections.
             patient: whether to retry where nothing listens.
 
@@ -376,7 +376,7 @@ class _Link:
         return bytes(data)
 
 
-def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> _Link:
+def _dial(host: str, port: int, secret: str, epoch: int | None, deadline: Deadline) -> _Link:
     """Make one attempt to connect, with mutual proof of the secret."""
     until = Deadline.after(max(deadline.sooner(protocol.HANDSHAKE_SECONDS), _LEAST_SECONDS))
     sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
@@ -394,7 +394,7 @@ def _dial(host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> 
         raise
 
 
-def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int, deadline: Deadline) -> None:
+def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int | None, deadline: Deadline) -> None:
     own = secrets.token_bytes(protocol.NONCE)
     try:
         theirs = protocol.decode_challenge(link.receive(protocol.HELLO_LIMIT, deadline)).nonce

@@ -1,0 +1,80 @@
+"""Processes that are started again find the job that runs, also if it is not the first one of its processes."""
+
+import socket
+
+import pytest
+from growing import join, lose, restarted, take_in
+from shrinking import die, works
+
+import xvcomm
+from xvcomm.errors import DeadlineExceeded
+from xvcomm.testing.world import World
+
+
+@pytest.fixture(params=["launcher", "file", "rank 0"])
+def store(request, tmp_path):
+    """Variables of a job with each kind of store."""
+    if request.param == "launcher":
+        return {}
+    if request.param == "file":
+        (tmp_path / "store").mkdir(mode=0o700)
+        return {"XVCOMM_STORE": f"file://{tmp_path / 'store'}"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"XVCOMM_STORE": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}
+
+
+def join_and_begin_anew(everyone):
+    join(everyone)
+    join(everyone)
+
+
+def second_and_third(comm):
+    """A rank is lost in the second job of these processes, and takes part in the third."""
+    everyone = comm.job_ranks
+    comm.close()
+    left = lose(xvcomm.init(), (1,))
+    made, _ = take_in(left, 1)
+    works(made, everyone)
+    made.close()
+    join(everyone)
+
+
+def test_the_second_job_of_these_processes(store):
+    with World(2, env=store) as world:
+        restarted(world, (1,), second_and_third, join=join_and_begin_anew)
+
+
+def once(comm):
+    everyone = comm.job_ranks
+    made, _ = take_in(lose(comm, (1,)), 1)
+    works(made, everyone)
+    made.close()
+
+
+def test_a_folder_that_was_left(tmp_path):
+    """A job that has ended left the folder of a later communicator, in which no process lives."""
+    (tmp_path / "store" / "1").mkdir(parents=True, mode=0o700)
+    with World(2, env={"XVCOMM_STORE": f"file://{tmp_path / 'store'}"}) as world:
+        restarted(world, (1,), once)
+
+
+def test_no_job_runs(tmp_path):
+    env = {"XVCOMM_REJOIN": "1", "XVCOMM_RANK": "1", "XVCOMM_SIZE": "2", "XVCOMM_STORE": f"file://{tmp_path / 'store'}"}
+    with pytest.raises(DeadlineExceeded, match=r"no job runs in this store, .* unset XVCOMM_REJOIN"):
+        xvcomm.init(env=env, timeout=0.5)
+
+
+def end_before_the_next(comm):
+    """A rank ends between two jobs of these processes, while the others begin the second one."""
+    everyone, victim = comm.job_ranks, comm.rank == 1
+    comm.close()
+    if victim:
+        die()
+    join(everyone)
+
+
+def test_a_rank_ends_between_two_jobs(store):
+    """The others wait for it, so the process in its place begins the second one with them."""
+    with World(2, env=store) as world:
+        restarted(world, (1,), end_before_the_next)
