@@ -279,6 +279,11 @@ def replacement() -> str | None:
     return os.environ.get("XVCOMM_REPLACE") or None
 
 
+def rejoins() -> bool:
+    """`XVCOMM_REJOIN` alone, read for the same reason."""
+    return os.environ.get("XVCOMM_REJOIN", "0") not in ("", "0")
+
+
 def kernel_cache() -> str | None:
     """`XVCOMM_KERNEL_CACHE` alone, read for the same reason: kernels are compiled when modules are imported."""
     return os.environ.get("XVCOMM_KERNEL_CACHE") or None

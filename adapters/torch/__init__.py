@@ -31,11 +31,15 @@ def register() -> None:
     import torch.distributed as dist
 
     from xvcomm.adapters.torch.current import device_types
-    from xvcomm.config import replacement
+    from xvcomm.config import rejoins, replacement
 
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=device_types())
+    if rejoins():
+        from xvcomm.adapters.torch.restarted import refuse
+
+        refuse(BACKEND)
     replaced = replacement()
     if replaced:
         from xvcomm.adapters.torch.replace import install, refuse_groups

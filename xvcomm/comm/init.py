@@ -361,6 +361,8 @@ def _rejoin(
     """
     from xvcomm.comm.communicator import Communicator
 
+    if not (store is None or isinstance(store, str | Store)):
+        refuse_rejoining(f"a store that is a {type(store).__name__}")
     base = PrefixStore("init", store) if isinstance(store, Store) else _running(config, deadline)
     try:
         turn, epoch = _current(base, launcher, env, deadline)
@@ -380,6 +382,19 @@ def _rejoin(
         base.close()
         raise
     return comm
+
+
+def refuse_rejoining(what: str) -> None:
+    """Raise ConfigError if this process is still to join a job that runs, since it cannot with what it uses.
+
+    Args:
+        what: it uses, in words.
+    """
+    if os.getpid() not in _rejoined:
+        raise ConfigError(
+            f"a rank that was started again (XVCOMM_REJOIN=1) cannot join the others through {what}: use torchrun "
+            "--max-restarts, which starts all ranks again, or join by xvcomm.init() with an address in XVCOMM_STORE first"
+        )
 
 
 def _current(
