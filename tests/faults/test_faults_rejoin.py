@@ -1,6 +1,8 @@
 """Processes that are started again find the job that runs, also if it is not the first one of its processes."""
 
+import gc
 import socket
+import weakref
 
 import pytest
 from growing import join, lose, restarted, take_in
@@ -78,3 +80,39 @@ def test_a_rank_ends_between_two_jobs(store):
     """The others wait for it, so the process in its place begins the second one with them."""
     with World(2, env=store) as world:
         restarted(world, (1,), end_before_the_next)
+
+
+ROUNDS = 8
+
+
+def grow_often(comm):
+    """How many of the jobs that it was part of this process has in memory, of which it holds the first one."""
+    jobs, last = [weakref.ref(comm.identity[0])], comm
+    with comm:
+        for _ in range(ROUNDS):
+            last, _ = take_in(lose(last, (1,)), 1)
+            jobs.append(weakref.ref(last.identity[0]))
+        last.barrier()
+        gc.collect()
+        return sum(job() is not None for job in jobs)
+
+
+def join_until(last):
+    comm = xvcomm.init()
+    if last:
+        with comm:
+            comm.barrier()
+    else:
+        lose(comm, (1,))
+
+
+def test_jobs_before_are_forgotten():
+    with World(2) as world:
+        world.submit(0, grow_often)
+        world.submit(1, grow_often)
+        for count in range(ROUNDS):
+            assert isinstance(world.collect(1)[0], EOFError)
+            world.restart(1)
+            world.submit(1, join_until, count == ROUNDS - 1)
+        kept, joined = world.collect()
+        assert joined is None and kept == 2
