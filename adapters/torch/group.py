@@ -8,6 +8,7 @@ Method names and arguments are c10d's, see torch/csrc/distributed/c10d/ProcessGr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -269,7 +270,11 @@ class ProcessGroup(Identity):
 
         Args:
             shrink_flags: SHRINK_ABORT stops what is under way on all ranks before; SHRINK_DEFAULT does on this one.
+            opts_override: options of the new group, which has those of this one instead; told by a warning.
         """
+        if opts_override is not None:
+            text = "shrink_group: pg_options have no effect; the new group has the timeout of this one, see set_timeout"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         if shrink_flags:
             self.planes.abort("the process group is shrunk")
         with mapped():

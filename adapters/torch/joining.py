@@ -56,7 +56,14 @@ class Planes:
 
     def shrink(self, excluded: Sequence[int], name: str, timeout: float) -> Planes:
         """Create planes of this group's ranks but some, and those that are lost; these are closed."""
-        comms = {kind: comm.shrink(timeout, exclude=excluded) for kind, comm in self.comms.items()}
+        comms = dict[str, Communicator]()
+        try:
+            for kind, comm in self.comms.items():
+                comms[kind] = comm.shrink(timeout, exclude=excluded)
+        except BaseException:
+            for made in comms.values():
+                made.close()
+            raise
         self.close()
         return Planes(comms, name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torchjobs import Job
 
 from xvcomm.adapters.torch import communicator
+from xvcomm.adapters.torch.joining import Planes
+from xvcomm.errors import PeerLost
 
 pytestmark = [
     pytest.mark.not_gloo("shrink_group"),
@@ -84,6 +87,43 @@ def test_a_rank_that_lives_is_excluded(part: bool) -> None:
     with Job("cuda:2,rocm:2") as job:
         for outcome in job.outcomes(exclude_the_living, part):
             assert outcome is None
+
+
+def shrink_with_options() -> None:
+    if dist.get_rank() < 2:
+        with pytest.warns(RuntimeWarning, match="pg_options have no effect"):
+            dist.distributed_c10d.shrink_group([2], pg_options=object())
+        works([0, 1])
+    dist.destroy_process_group()
+
+
+def test_options_have_no_effect() -> None:
+    with Job("cuda:3") as job:
+        assert job.outcomes(shrink_with_options) == [None] * 3
+
+
+class Shrunk:
+    """A communicator that shrinks, or does not."""
+
+    def __init__(self, made: Any) -> None:
+        self.made, self.closed = made, False
+
+    def shrink(self, timeout: float, *, exclude: Any) -> Any:
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_group_shrinks_whole_or_not() -> None:
+    """If its communicator for host memory does not shrink, the new one for devices is closed."""
+    made, lost = Shrunk(None), PeerLost("lost")
+    planes: Any = SimpleNamespace(comms={"main": Shrunk(made), "host": Shrunk(lost)})
+    with pytest.raises(PeerLost):
+        Planes.shrink(planes, [1], "group", 1.0)
+    assert made.closed
 
 
 def abort_and_begin_anew() -> None:
