@@ -1,6 +1,6 @@
 """Data-parallel training under torchrun that goes on from the last step when a rank is killed.
 
-    torchrun --nproc-per-node 3 --max-restarts 3 examples/torch_elastic.py
+    torchrun --standalone --nproc-per-node 3 --max-restarts 3 examples/torch_elastic.py
 
 torchrun's agent ends all ranks when one fails, and starts all of them again. What they had in memory is lost, so each keeps its
 last two steps as files in host memory, which outlive it: ranks may be one step apart when one is killed. A rank whose files
@@ -50,9 +50,13 @@ class Snapshots:
         return state
 
 
-def resume(snapshots: Snapshots) -> tuple[int, dict[str, Any] | None]:
-    """The newest step that every rank that has any can continue from, and the state after it; None at the beginning."""
-    mine, every = snapshots.steps(), [[0]] * dist.get_world_size()
+def resume(snapshots: Snapshots, steps: int) -> tuple[int, dict[str, Any] | None]:
+    """The newest step that every rank that has any can continue from, and the state after it; None at the beginning.
+
+    Args:
+        steps: of the job. The last one is done again, as its loss is not kept.
+    """
+    mine, every = [step for step in snapshots.steps() if step < steps], [[0]] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     there = [set(steps) for steps in every if steps]
     common = set.intersection(*there) if there else set()
@@ -79,16 +83,23 @@ def main(
     ] = Path("/dev/shm"),
 ) -> None:
     """Train a small network by DistributedDataParallel, and print the last loss."""
+    run = os.environ["TORCHELASTIC_RUN_ID"]
+    if run == "none":
+        raise typer.BadParameter(
+            "the job has no name, which its snapshots need: give torchrun --standalone, or --rdzv-id"
+        )
     dist.init_process_group("xvcomm")
     rank = dist.get_rank()
-    place = snapshots / f"torch-elastic-{os.getuid()}-{os.environ['TORCHELASTIC_RUN_ID']}-{rank}"
+    place = snapshots / f"torch-elastic-{os.getuid()}-{run}-{rank}"
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        shutil.rmtree(place, ignore_errors=True)  # of an earlier job of this name, which has failed
     kept = Snapshots(place)
     torch.manual_seed(0)
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    begun, state = resume(kept)
+    begun, state = resume(kept, steps)
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
