@@ -37,6 +37,11 @@ class Config:
         least=0,
         most=1,
     )
+    rejoin_timeout: float = _var(
+        3600.0,
+        "Seconds for which a process with `XVCOMM_REJOIN=1` waits for that, unless the job ends before.",
+        least=0,
+    )
     secret: str | None = _var(
         None, "Shared secret of the job, the same on all ranks; `xvcomm run` generates one.", secret=True
     )

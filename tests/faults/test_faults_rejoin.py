@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import time
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from shrinking import die, works
 
 import xvcomm
 from xvcomm.errors import DeadlineExceeded
+from xvcomm.testing.signals import await_that
 from xvcomm.testing.world import World
 
 
@@ -45,6 +47,28 @@ def second_and_third(comm):
 def test_the_second_job_of_these_processes(store):
     with World(2, env=store) as world:
         restarted(world, (1,), second_and_third, join=join_and_begin_anew)
+
+
+def wait_in_vain(file):
+    for timeout, least, most in ((None, 2, 8), (0.1, 0, 2)):
+        begun = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"did not call grow\(\) in time"):
+            xvcomm.init(timeout=timeout)
+        assert least <= time.monotonic() - begun < most
+    file.touch()
+
+
+def go_on_alone(comm, file):
+    left = lose(comm, (1,))
+    await_that(file.exists)
+    left.close()
+
+
+def test_the_wait_has_a_limit_of_its_own(tmp_path):
+    """Not that of operations; the argument of `init` comes first."""
+    file = tmp_path / "given up"
+    with World(2, env={"XVCOMM_REJOIN_TIMEOUT": "2"}) as world:
+        restarted(world, (1,), go_on_alone, file, join=wait_in_vain, joining=(file,))
 
 
 def once(comm):

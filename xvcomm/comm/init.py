@@ -66,7 +66,8 @@ def init(
             `jax.distributed`, or an address as in `XVCOMM_STORE`. Objects remain open after `close`.
         island: label of this rank's island, instead of the detected one.
         device: device type of this rank, `"cuda"`, optionally with an index, `"cuda:1"`.
-        timeout: seconds to join, and the default timeout of operations.
+        timeout: seconds to join, and the default timeout of operations. Without it, a process that joins a job that runs
+            waits for `XVCOMM_REJOIN_TIMEOUT`.
         env: variables to use instead of `os.environ`.
 
     Raises:
@@ -90,7 +91,8 @@ def init(
     deadline = Deadline.after(config.timeout)
     returns = config.rejoin and os.getpid() not in _rejoined
     if returns:
-        found = _rejoin(store, launcher, config, env, deadline)
+        waiting = deadline if timeout is not None else Deadline.after(config.rejoin_timeout)
+        found = _rejoin(store, launcher, config, env, deadline, waiting)
         if found is not None:
             return found
     if store is None or isinstance(store, str):
@@ -353,11 +355,15 @@ def _turns(place: str, rank: int) -> str:
 
 
 def _rejoin(
-    store: Any, launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline
-) -> Communicator | None:
+    store: Any, launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline, waiting: Deadline
+) -> Communicator | None:  # fmt: skip
     """Join a job that runs; serves no store and counts for none, because the job's is there already.
 
     None if the job waits for this rank to begin, as the process before has ended too early: it is to join as any other.
+
+    Args:
+        deadline: to find the job.
+        waiting: to be taken in.
     """
     from xvcomm.comm.communicator import Communicator
 
@@ -376,8 +382,8 @@ def _rejoin(
         if begins:
             base.close()
             return None
-        comm = Communicator.rejoin(space, launcher.rank, config=config, deadline=deadline, on_close=base.close)
-        _return(base, launcher, deadline)
+        comm = Communicator.rejoin(space, launcher.rank, config=config, deadline=waiting, on_close=base.close)
+        _return(base, launcher, Deadline.after(config.timeout))
     except BaseException:
         base.close()
         raise
