@@ -250,7 +250,7 @@ class Application:
                     return self._accepted(offer)
                 raise DeadlineExceeded(
                     "the ranks of the job did not call grow() in time; they take processes in only there. A larger "
-                    "XVCOMM_TIMEOUT lets this one wait longer",
+                    "XVCOMM_REJOIN_TIMEOUT lets this one wait longer",
                     rank=self._rank, op="init",
                 )  # fmt: skip
 
