@@ -148,15 +148,8 @@ class Builder:
         root: int = -1,
     ) -> None:
         """Call the island's native library; `root` is an index in the island."""
-        fields: dict[str, Any] = {"op": op, "counts": counts, "recv_counts": recv_counts, "root": root}
-        writes: tuple[Span, ...] = (dst,)
-        keeps: tuple[Span, ...] = ()
-        if op is NativeOp.ALL_GATHER:
-            start, stop = Cut.of(counts).part(self.local)
-            own = part(dst, start, stop)
-            if self._place(own) == self._place(src):
-                writes, keeps = (part(dst, 0, start), part(dst, stop, dst.count)), (own,)
-        self._append(Native, Lane.NATIVE, (src,), writes, keeps, src=src, dst=dst, **fields)
+        fields = {"op": op, "src": src, "dst": dst, "counts": counts, "recv_counts": recv_counts, "root": root}
+        self._append(Native, Lane.NATIVE, (src,), (dst,), **fields)
 
     def put(self, peer: int, src: Span) -> None:
         """Send `src` to `peer`."""
@@ -197,20 +190,9 @@ class Builder:
         if self.scale_after is not None and span.count:
             self._append(Scale, lane, (span,), (span,), src=span, dst=span, factor=self.scale_after)
 
-    def _place(self, span: Span) -> tuple[int, int]:
-        """Equal for spans that begin at the same element if input and output coincide."""
-        memory, base = self._memory[span.buf]
-        return id(memory), base + span.start
-
     def _append(
-        self, kind: Callable[..., Step], lane: Lane, reads: Sequence[Span], writes: Sequence[Span],
-        keeps: Sequence[Span] = (), **fields: Any,
-    ) -> None:  # fmt: skip
-        """Append a step behind all that it has to wait for.
-
-        Args:
-            keeps: what it leaves as it is if input and output coincide: others may read it at the same time.
-        """
+        self, kind: Callable[..., Step], lane: Lane, reads: Sequence[Span], writes: Sequence[Span], **fields: Any
+    ) -> None:
         index = len(self._steps)
         waits: set[int] = set()
         for span in reads:
@@ -221,10 +203,6 @@ class Builder:
             if span.count:
                 memory, base = self._memory[span.buf]
                 waits |= memory.write(base + span.start, base + span.stop, index)
-        for span in keeps:
-            if span.count:
-                memory, base = self._memory[span.buf]
-                memory.write(base + span.start, base + span.stop, index)
         latest: dict[Lane, int] = {}
         for wait in waits - {-1, index}:
             other = self._steps[wait].lane
