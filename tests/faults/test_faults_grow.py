@@ -205,7 +205,7 @@ def after_one_that_dies(comm, request, before):
     return round(seconds, 3)
 
 
-_APPLIES = 2
+_APPLIES = 3
 """The request to the store by which a process applies."""
 
 
