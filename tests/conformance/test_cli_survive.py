@@ -126,9 +126,12 @@ while not again and comm.size == 1 or not again and len(comm.job_ranks) == 2 and
         comm.barrier()
         if comm.size == 1 and comm.applicants():
             comm = comm.grow()
+            comm.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
     except xvcomm.PeerLost:
         comm = comm.shrink()
+if again:
+    comm.barrier()
 time.sleep(5)
 print("lives", rank, flush=True)
 """
