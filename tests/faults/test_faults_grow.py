@@ -1,13 +1,13 @@
 """Ranks are lost, the others go on, and processes that take the places of the lost ones join them by `grow`."""
 
 import contextlib
-import socket
 import time
 
 import numpy as np
 import pytest
 from growing import grown, join, join_or_die, lose, restarted, store_address, take_in
 from shrinking import die, dying_at, own, shrunk, works
+from stores import KINDS, variables
 
 import xvcomm
 from xvcomm.errors import (
@@ -22,17 +22,10 @@ ISLANDS = {"islands": "a:2,b:1"}
 HOSTS = {"hosts": "a:2,b:1"}
 
 
-@pytest.fixture(params=["launcher", "file", "rank 0"])
+@pytest.fixture(params=KINDS)
 def store(request, tmp_path):
     """Variables of a job with each kind of store."""
-    if request.param == "launcher":
-        return {}
-    if request.param == "file":
-        (tmp_path / "store").mkdir(mode=0o700)
-        return {"XVCOMM_STORE": f"file://{tmp_path / 'store'}"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"XVCOMM_STORE": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}
+    return variables(request.param, tmp_path / "store")
 
 
 def lose_and_take_in(comm, victims):

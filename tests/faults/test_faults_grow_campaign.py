@@ -8,7 +8,6 @@ Seeds from 10,000 on are over several hosts, by labels.
 """
 
 import os
-import socket
 import threading
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 from growing import take_in
 from regrowing import Plan, begin, come_back
 from shrinking import HOSTS, die, own, shrunk, works
+from stores import variables
 from test_faults_shrink import resources
 
 import xvcomm
@@ -27,18 +27,6 @@ from xvcomm.testing.world import World
 USUAL, ALL = 6, 100
 _TIMES, _OFTEN = 8, 56
 _MEGABYTES = 8
-
-
-def settings(plan, folder):
-    """Variables of the ranks."""
-    if plan.store == "file":
-        folder.mkdir(mode=0o700)
-        return {"XVCOMM_STORE": f"file://{folder}"}
-    if plan.store == "rank 0":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return {"XVCOMM_STORE": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}
-    return {}
 
 
 def seeds(first):
@@ -63,7 +51,7 @@ def test_run(seed, tmp_path):
     plan, restarting = Plan.of(seed), threading.Lock()
     print(plan)
     where = {"hosts": plan.labels} if plan.on_hosts else {"islands": plan.labels}
-    with World(**where, env=settings(plan, tmp_path / "store"), timeout=30) as world:
+    with World(**where, env=variables(plan.store, tmp_path / "store"), timeout=30) as world:
         outcomes = [None] * world.size
         threads = [
             threading.Thread(

@@ -1,13 +1,13 @@
 """Processes that are started again find the job that runs, also if it is not the first one of its processes."""
 
 import gc
-import socket
 import time
 import weakref
 
 import pytest
 from growing import join, lose, restarted, take_in
 from shrinking import die, works
+from stores import KINDS, variables
 
 import xvcomm
 from xvcomm.errors import DeadlineExceeded
@@ -15,17 +15,10 @@ from xvcomm.testing.signals import await_that
 from xvcomm.testing.world import World
 
 
-@pytest.fixture(params=["launcher", "file", "rank 0"])
+@pytest.fixture(params=KINDS)
 def store(request, tmp_path):
     """Variables of a job with each kind of store."""
-    if request.param == "launcher":
-        return {}
-    if request.param == "file":
-        (tmp_path / "store").mkdir(mode=0o700)
-        return {"XVCOMM_STORE": f"file://{tmp_path / 'store'}"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"XVCOMM_STORE": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}
+    return variables(request.param, tmp_path / "store")
 
 
 def join_and_begin_anew(everyone):

@@ -7,26 +7,13 @@ A run is determined by its seed. To repeat one:
 Seeds from 10,000 on are over several hosts, by labels.
 """
 
-import socket
-
 import pytest
 from shrinking import HOSTS, Plan, play
+from stores import variables
 
 from xvcomm.testing.world import World
 
 USUAL, ALL = 8, 100
-
-
-def settings(plan, folder):
-    """Variables of the ranks."""
-    if plan.store == "file":
-        folder.mkdir(mode=0o700)
-        return {"XVCOMM_STORE": f"file://{folder}"}
-    if plan.store == "rank 0":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return {"XVCOMM_STORE": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}
-    return {}
 
 
 def seeds(first):
@@ -39,7 +26,7 @@ def test_run(seed, tmp_path):
     plan = Plan.of(seed)
     print(plan)
     where = {"hosts": plan.labels} if plan.on_hosts else {"islands": plan.labels}
-    with World(**where, env=settings(plan, tmp_path / "store"), timeout=30) as world:
+    with World(**where, env=variables(plan.store, tmp_path / "store"), timeout=30) as world:
         outcomes = world.outcomes(play, seed, timeout=120)
     for rank, outcome in enumerate(outcomes):
         print(f"rank {rank}: {outcome!r}")
