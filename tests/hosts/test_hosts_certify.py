@@ -44,7 +44,7 @@ def test_a_connection_is_lost_and_comes_back():
         code, found = results(world, "rails", "failover")
     assert code == PROVEN
     assert [row[2] for row in found["failover"].tables[0].rows] == ["2", "2"]
-    assert all("back after" in row[-1] for row in found["failover"].tables[0].rows)
+    assert all("replaced after" in row[-1] for row in found["failover"].tables[0].rows)
 
 
 def test_one_connection_alone_proves_no_failover():

@@ -7,6 +7,8 @@ import time
 
 import numpy as np
 
+from xvcomm.testing.inside import network
+
 SECONDS = 60
 
 
@@ -21,8 +23,8 @@ def settings(port, **more):
 
 
 def by_scheme(comm, scheme):
-    """Bytes that rails of a scheme have sent."""
-    return sum(rail.sent for rail in comm.rails() if rail.scheme == scheme)
+    """Bytes that rails of a scheme have sent, those too that are lost."""
+    return sum(path.sent for path in network(comm).paths() if path.scheme == scheme)
 
 
 def meet(comm, pairs=4):
