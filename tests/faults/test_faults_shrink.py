@@ -387,10 +387,11 @@ def test_requests_do_not_grow_with_the_ranks():
     assert counts[1] <= counts[0] + 3, counts  # some requests are repeated every 0.1 s
 
 
-def resources():
-    """Descriptors, threads, mappings of shared memory, and files of it."""
+def resources(comm):
+    """Descriptors, threads, mappings of shared memory, and the job's files of it."""
     maps = Path("/proc/self/maps").read_text().count("xvcomm")
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps, len(os.listdir("/dev/shm"))
+    files = list(Path("/dev/shm").glob(f"xvcomm-{context(comm).session.name}-*"))
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps, len(files)
 
 
 def shrink_often(comm, times):
@@ -401,12 +402,12 @@ def shrink_often(comm, times):
         group, _ = shrunk(group)
         comm.barrier()
         if number == 5:
-            before = resources()
+            before = resources(comm)
             comm.barrier()
 
     def excess():
         """What a thread of the network frees a moment later is not counted."""
-        return [now - then for now, then in zip(resources(), before, strict=True)]
+        return [now - then for now, then in zip(resources(comm), before, strict=True)]
 
     with contextlib.suppress(AssertionError):
         await_that(lambda: max(excess()) <= 0)

@@ -364,9 +364,10 @@ def test_stopped_for_good(two_hosts):
 
 def leave_beside_a_stopped(comm, other, count):
     """Rank 0 sends to rank 1, process `other`, which is stopped, and leaves: its seconds; how much rank 1 receives afterwards."""
-    x, peer = np.full(1000, 7.0), 1 - comm.rank
-    comm.sendrecv(x, peer, x.copy(), peer)
+    x = np.full(1000, 7.0)
     if comm.rank == 1:
+        comm.send(x, 0)
+        comm.recv(x, 0)  # rank 0 has what was sent
         os.kill(os.getpid(), signal.SIGSTOP)
         for _ in range(count):
             y = np.zeros(1000)
@@ -374,6 +375,8 @@ def leave_beside_a_stopped(comm, other, count):
             assert (y == 7).all()
         comm.close()
         return count
+    comm.recv(x, 1)
+    comm.send(x, 1)
     await_that(lambda: psutil.Process(other).status() == psutil.STATUS_STOPPED)
     for _ in range(count):
         comm.send(x, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xvcomm.system.stacks import SIGNAL, StackFile, handled, request, written_by
+from xvcomm.system.stacks import SIGNAL, StackFile, collect, handled, request, written_by
 
 HOLD = """
 from xvcomm.system.stacks import StackFile
@@ -33,6 +33,15 @@ def test_a_signal_writes_the_stack(file: StackFile) -> None:
         time.sleep(0.6)
         assert request(me) and request(me)  # the second one is answered by the first one's text
         assert written_by(me).count("test_a_signal_writes_the_stack") == 1
+
+
+def test_an_older_text_is_not_taken_for_the_answer(file: StackFile) -> None:
+    """Another reader has asked, and was held up before it has emptied the file."""
+    me = os.getpid()
+    time.sleep(0.6)
+    assert request(me) and collect([me], 0.1)[me]
+    os.utime(file.fd, (time.time() - 2, time.time() - 2))
+    assert written_by(me) and collect([me], 0.1) == {me: ""}
 
 
 def test_there_is_one_for_a_process(file: StackFile) -> None:

@@ -107,10 +107,11 @@ def send(pid: int) -> None:
         raise OSError(ctypes.get_errno(), f"tgkill: process {pid}")
 
 
-def written_by(pid: int) -> str:
-    """What a process of this user has written; empty if it has not."""
+def written_by(pid: int, since: float = 0.0) -> str:
+    """What a process of this user has written since a time, in seconds as of `time.time`; empty if it has not."""
     try:
-        return whole("".join(file.read_text(errors="replace") for file in find(pid, NAME)))
+        files = [file for file in find(pid, NAME) if file.stat().st_mtime >= since]
+        return whole("".join(file.read_text(errors="replace") for file in files))
     except OSError:
         return ""
 
@@ -121,10 +122,13 @@ def whole(text: str) -> str:
 
 
 def collect(pids: Sequence[int], seconds: float) -> dict[int, str]:
-    """What processes write within some time, after `request`."""
-    until = time.monotonic() + seconds
+    """What processes write within some time, after `request`, or another reader's.
+
+    An older text is left out: the other reader has not emptied the file yet.
+    """
+    until, since = time.monotonic() + seconds, time.time() - 2 * _FRESH_SECONDS
     while True:
-        found = {pid: written_by(pid) for pid in pids}
+        found = {pid: written_by(pid, since) for pid in pids}
         if all(found.values()) or time.monotonic() > until:
             return found
         time.sleep(_LOOK_SECONDS)
