@@ -11,6 +11,7 @@ from xvcomm.abc.launch import (
     EnqueuedCall,
     EnqueuedEvents,
     EnqueuedMessages,
+    EnqueuedReduce,
     MessageForm,
     SupportsEnqueuedLocal,
     SupportsEnqueuedMessages,
@@ -20,8 +21,8 @@ from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory, SupportsPeerMemor
 from xvcomm.abc.ranges import Ranges, SupportsRanges
 from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
-from xvcomm.backends.gpu.kernels import Kernels, Prepared
-from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LocalCall
+from xvcomm.backends.gpu.kernels import MOST_TERMS, Kernels, Prepared
+from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LAUNCH_REDUCE, LocalCall
 from xvcomm.backends.gpu.messages import LAUNCH, READY
 from xvcomm.backends.gpu.nic_memory import NicPool
 from xvcomm.backends.gpu.peer_memory import PeerPool, reached
@@ -155,9 +156,11 @@ class GpuDevice(
         prepared = self._kernels.prepare_scale(count, dtype, factor, divisor)
         return self._local(prepared, count, dtype.itemsize, scales=True)
 
-    def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
-        prepared = self._kernels.prepare_reduce(count, dtype, op, divisor)
-        return self._local(prepared, count, dtype.itemsize, src=0 if src_first else 1)
+    def enqueued_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> EnqueuedReduce | None:
+        if ways > MOST_TERMS:
+            return None
+        call = LocalCall(self._kernels.prepare_reduce(ways, count, dtype, op, divisor), count, dtype.itemsize)
+        return EnqueuedReduce(LAUNCH_REDUCE, call.address, call, self._failed)
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
@@ -165,10 +168,8 @@ class GpuDevice(
         found = StreamEvents(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
         return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
 
-    def _local(
-        self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False, src: int = 0
-    ) -> EnqueuedCall:
-        call = LocalCall(prepared, count, itemsize, scales=scales, src=src)
+    def _local(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False) -> EnqueuedCall:
+        call = LocalCall(prepared, count, itemsize, scales=scales)
         return EnqueuedCall(LAUNCH_LOCAL, call.address, call, self._failed)
 
     def _failed(self, code: int) -> NoReturn:

@@ -242,10 +242,10 @@ class Kernels:
         arguments.terms.__init__(0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM), 0)
         return Prepared(arguments, self._reduce, _blocks(nbytes), self._calls)
 
-    def prepare_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int) -> Prepared:
-        """The launch of `reduce` of two operands; addresses and alignment are filled in later."""
+    def prepare_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> Prepared:
+        """The launch of `reduce` of so many operands; addresses and alignment are filled in later."""
         arguments = _Arguments()
-        arguments.terms.__init__(0, count, 2, 0, _code(dtype.code, op), divisor)
+        arguments.terms.__init__(0, count, ways, 0, _code(dtype.code, op), divisor)
         return Prepared(arguments, self._reduce, _blocks(count * dtype.itemsize), self._calls)
 
     def prepare_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> Prepared:

@@ -1,4 +1,4 @@
-"""Copies, scaling and sums of two arrays in a GPU's memory, with fixed length, launched by compiled code on any addresses."""
+"""Copies, scaling and reductions in a GPU's memory, with fixed length, launched by compiled code on any addresses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 
 from xvcomm.backends.gpu.kernels import Prepared, first_aligned, launched, prepared_at, scaling_at, terms_at
+from xvcomm.jit.atomics import load
 from xvcomm.jit.ccall import let_go, take_back
 from xvcomm.jit.compile import compiling, native
 from xvcomm.jit.record import compiled_at, python_type
@@ -15,8 +16,7 @@ _CALL = np.dtype([
     ("prepared", "i8"),  # address of the `PREPARED` launch
     ("count", "i8"),  # number of elements
     ("itemsize", "i8"),
-    ("scales", "i8"),  # whether the kernel argument is SCALING; otherwise TERMS, with one or two operands
-    ("src", "i8"),  # index of the input among the operands; the other one is the output
+    ("scales", "i8"),  # whether the kernel argument is SCALING; otherwise TERMS
 ])  # fmt: skip
 _Call, _call_at = python_type(_CALL), compiled_at(_CALL)
 
@@ -30,7 +30,22 @@ def _launch(address: int, src: int, dst: int, stream: int, _: int) -> int:
         scaling.dst, scaling.src, scaling.head = dst, src, head
     else:
         terms = terms_at(prepared.arguments)
-        terms.dst, terms.head, terms.srcs[call.src], terms.srcs[1 - call.src] = dst, head, src, dst
+        terms.dst, terms.head, terms.srcs[0] = dst, head, src
+    thread = let_go()
+    code: int = launched(prepared, stream)
+    take_back(thread)
+    return code
+
+
+def _launch_reduce(address: int, srcs: int, dst: int, stream: int, _: int) -> int:
+    call = _call_at(address)
+    prepared = prepared_at(call.prepared)
+    terms, skew = terms_at(prepared.arguments), 0
+    for way in range(terms.ways):
+        src = load(srcs + 8 * way)
+        terms.srcs[way] = src
+        skew |= src ^ dst
+    terms.dst, terms.head = dst, first_aligned(call.count, call.itemsize, dst, skew)
     thread = let_go()
     code: int = launched(prepared, stream)
     take_back(thread)
@@ -39,19 +54,21 @@ def _launch(address: int, src: int, dst: int, stream: int, _: int) -> int:
 
 with compiling():
     LAUNCH_LOCAL = native("int64(int64, int64, int64, int64, int64)", _launch)
-    """Address of the function that launches a `LocalCall`, of: its address, input, output, stream, an unused word."""
+    """Address of the function that launches a copy or a scaling, of: its address, input, output, stream, an unused word."""
+    LAUNCH_REDUCE = native("int64(int64, int64, int64, int64, int64)", _launch_reduce)
+    """The same of a reduction, see `EnqueuedReduce`."""
 
 
 class LocalCall:
     """A copy, a scaling or a reduction of fixed length, launched by compiled code.
 
     Attributes:
-        address: argument of LAUNCH_LOCAL.
+        address: argument of LAUNCH_LOCAL, or of a reduction of LAUNCH_REDUCE.
     """
 
     __slots__ = ("_prepared", "_record", "address")
 
-    def __init__(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool, src: int) -> None:
+    def __init__(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False) -> None:
         self._prepared = prepared
-        self._record = _Call(prepared.address, count, itemsize, scales, src)
+        self._record = _Call(prepared.address, count, itemsize, scales)
         self.address = ctypes.addressof(self._record)

@@ -10,8 +10,8 @@ from xvcomm.config import Config
 from xvcomm.engine.planner import Planner
 from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
-from xvcomm.schedule.steps import Collective, GetReduce, Native, NativeOp, Request
-from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, WIRE_PARTS_BYTES, tune
+from xvcomm.schedule.steps import Collective, Exchange, GetReduce, Native, NativeOp, Request
+from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_PARTS_BYTES, tune
 from xvcomm.types.topology import Topology
 
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
@@ -62,17 +62,35 @@ def test_explain_names_every_step() -> None:
     ]
 
 
+def test_few_gpus_send_very_short_arrays_to_all_others() -> None:
+    """Neither many ranks, nor ranks of several hosts, nor islands of one rank, which have no native call to save."""
+    request = Request(Collective.ALL_REDUCE, 4, count=3)
+    _, *steps = Planner(TOPOLOGY, 2, CONFIG, gpus=True).plan(request).explain()
+    assert steps == [
+        "   0  send    put in[0:3] -> rank 3",
+        "   1  send    put in[0:3] -> rank 0",
+        "   2  send    put in[0:3] -> rank 1",
+        "   3  recv    get rank 1 -> tmp[0:3]",
+        "   4  recv    get rank 0 -> tmp[4:7]",
+        "   5  recv    get rank 3 -> tmp[8:11]",
+        "   6  recv    reduce tmp[4:7], tmp[0:3], in[0:3], tmp[8:11] -> out[0:3]  after 2",
+    ]
+    others = Topology.from_labels("aaaaabbbb"), Topology.from_labels("aabb", "xxyy"), Topology.from_labels("abc")
+    for topology in others:
+        plan = Planner(topology, 0, CONFIG, gpus=True).plan(request)
+        assert plan.exchange is Exchange.ARRAYS
+
+
 def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> None:
-    planner = Planner(TOPOLOGY, 2, CONFIG, gpus=True)
-    _, *steps = planner.plan(Request(Collective.ALL_REDUCE, 4, count=AT_ONCE // 4)).explain()
-    n = AT_ONCE // 4
+    n, roomy = RANKS_BYTES // 4 + 1, Config(ring_lanes=8)
+    planner = Planner(TOPOLOGY, 2, roomy, gpus=True)
+    _, *steps = planner.plan(Request(Collective.ALL_REDUCE, 4, count=n)).explain()
     assert steps == [
         f"   0  native  all_reduce in[0:{n}] -> tmp[0:{n}]",
         f"   1  send    put tmp[0:{n}] -> rank 0  after 0",
         f"   2  recv    get_reduce rank 0 and tmp[0:{n}] -> out[0:{n}] remote first  after 0",
     ]
     assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 4
-    roomy = Config(ring_lanes=8)
     for config, most in ((CONFIG, AT_ONCE), (roomy, ARRAYS_BYTES)):
         assert most <= at_once(config)
         request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)

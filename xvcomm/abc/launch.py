@@ -36,6 +36,22 @@ class EnqueuedCall(NamedTuple):
     failed: Callable[[int], NoReturn]
 
 
+class EnqueuedReduce(NamedTuple):
+    """A reduction of fixed shape that compiled code enqueues on a device's stream. One call at a time.
+
+    Attributes:
+        function: address of a C function of five words: `argument`, the address of the operands' addresses, the output,
+            the stream's handle, and a word that means nothing. It is called with the interpreter lock, lets it go where it
+            may wait, and returns 0 if the reduction is enqueued.
+        argument, keep, failed: as of `EnqueuedCall`.
+    """
+
+    function: int
+    argument: int
+    keep: object
+    failed: Callable[[int], NoReturn]
+
+
 class MessageForm(NamedTuple):
     """A message but for its array and its tag, which is 0 here.
 
@@ -135,5 +151,5 @@ class SupportsEnqueuedLocal(SupportsEnqueuedEvents):
         """What `Device.scale` does, for so many elements."""
 
     @abstractmethod
-    def enqueued_reduce(self, count: int, dtype: DType, op: ReduceOp, divisor: int, *, src_first: bool) -> EnqueuedCall:
-        """What `Device.reduce` does with input and output, of so many elements each; `src_first`: input op output."""
+    def enqueued_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> EnqueuedReduce | None:
+        """What `Device.reduce` does with `ways` operands of so many elements; None if they are too many for one launch."""

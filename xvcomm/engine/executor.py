@@ -7,7 +7,7 @@ from typing import cast
 
 from xvcomm.abc.collective import CollectiveForm
 from xvcomm.abc.device import Allocation, Event, Queue, Stream
-from xvcomm.abc.launch import EnqueuedCall, MessageForm, SupportsEnqueuedLocal, SupportsEnqueuedMessages
+from xvcomm.abc.launch import EnqueuedCall, EnqueuedReduce, MessageForm, SupportsEnqueuedLocal, SupportsEnqueuedMessages
 from xvcomm.abc.partial_sums import SupportsConversion, SupportsPartialSums
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.log import Ends
@@ -266,10 +266,11 @@ class _Run:
                 return self._enqueued_call(
                     device.enqueued_scale(src.count, self._dtype, self._op.factor, divisor), src, dst
                 )
-            case Reduce(srcs=(first, second), dst=dst, average=average) if dst in (first, second):
+            case Reduce(srcs=srcs, dst=dst, average=average):
                 divisor, base = self._divisor(average=average), self._op.base
-                found = device.enqueued_reduce(dst.count, self._dtype, base, divisor, src_first=second == dst)
-                return self._enqueued_call(found, first if second == dst else second, dst)
+                return self._enqueued_call(
+                    device.enqueued_reduce(len(srcs), dst.count, self._dtype, base, divisor), *srcs, dst
+                )
         return None
 
     def _convert(self, src: Span, dst: Span, factor: float, divisor: int, stream: Stream) -> None:
@@ -280,8 +281,8 @@ class _Run:
     def _divisor(self, *, average: bool) -> int:
         return self._context.topology.size if average else 0
 
-    def _enqueued_call(self, call: EnqueuedCall | None, src: Span, dst: Span) -> EnqueuedStep | None:
-        return EnqueuedStep(call, (self._place(src), self._place(dst))) if call is not None else None
+    def _enqueued_call(self, call: EnqueuedCall | EnqueuedReduce | None, *spans: Span) -> EnqueuedStep | None:
+        return EnqueuedStep(call, [self._place(span) for span in spans]) if call is not None else None
 
     def _enqueued_messages(self, steps: Sequence[Step]) -> EnqueuedStep | None:
         device, forms, places = self._device, [], []

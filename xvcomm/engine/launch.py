@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.launch import CAPTURED, ITEM, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
+from xvcomm.abc.launch import CAPTURED, ITEM, EnqueuedCall, EnqueuedEvents, EnqueuedMessages, EnqueuedReduce
 from xvcomm.engine.branch import BRANCH, Branch
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
 from xvcomm.engine.inflight.log import ENTRY, ROOM, fits, log_operations, record_event
-from xvcomm.jit.atomics import load
+from xvcomm.jit.atomics import load, store
 from xvcomm.jit.ccall import bits_of, call_3, call_5
 from xvcomm.jit.compile import brief, compiling
 from xvcomm.jit.inline import register_jitable
@@ -47,15 +47,15 @@ class Place(NamedTuple):
 
 
 class EnqueuedStep(NamedTuple):
-    """One step for compiled code: a native call, a copy, a scaling, or messages that start together.
+    """One step for compiled code: a native call, a copy, a scaling, a reduction, or messages that start together.
 
     Attributes:
-        places: what a collective's step reads and what it writes; for each of its messages the array, and the elements that
-            are reduced with it or again the array. Empty for a user's messages, whose arrays differ from call to call.
+        places: what a collective's step reads and what it writes last; for each of its messages the array, and the elements
+            that are reduced with it or again the array. Empty for a user's messages, whose arrays differ from call to call.
         rings: for messages their ring ends.
     """
 
-    call: EnqueuedCall | EnqueuedMessages
+    call: EnqueuedCall | EnqueuedReduce | EnqueuedMessages
     places: Sequence[Place] = ()
     rings: Sequence[RingEnd] = ()
 
@@ -88,6 +88,7 @@ _STEP = np.dtype([
     ("places", "i8"),  # address of `_PLACE` records
     ("place_count", "i8"),
     ("items", "i8"),  # for messages the address of `ITEM` records
+    ("operands", "i8"),  # for a reduction the address of words that get the operands' addresses
 ])  # fmt: skip
 _PLACE = np.dtype([
     ("base", "i8"),  # address of the word that holds the address of its memory
@@ -113,6 +114,11 @@ def _address(step, number):  # type: ignore[no-untyped-def]
 @register_jitable
 def _do(step, sequence, stream, bits):  # type: ignore[no-untyped-def]
     """Enqueue a step; 0, or the return code of its function."""
+    if step.operands != 0:
+        last = step.place_count - 1
+        for number in range(last):
+            store(step.operands + 8 * number, _address(step, number))
+        return call_5(step.function, step.argument, step.operands, _address(step, last), stream, 0)
     if step.items == 0:
         return call_5(step.function, step.argument, _address(step, 0), _address(step, 1), stream, bits)
     for number in range(step.place_count // 2):
@@ -202,23 +208,26 @@ class Launch:
         self._most = ROOM - len(logged)
         self._launch = _Launch(context.place, self._collective)
         self._address = ctypes.addressof(self._launch)
-        self._steps, self._places, self._items = self._pack(steps)
+        self._steps, self._places, self._items, self._operands = self._pack(steps)
         self._given = (ctypes.c_int64 * (ITEM.itemsize // 8 * len(self._items))).from_buffer(self._items)
         self._launch.operations, self._launch.operation_count = ctypes.addressof(self._operations), len(logged)
         self._launch.steps, self._launch.step_count = ctypes.addressof(self._steps), len(steps)
 
-    def _pack(self, steps: Sequence[EnqueuedStep]) -> tuple[ctypes.Array[Any], ctypes.Array[Any], ctypes.Array[Any]]:
-        """The steps for compiled code, their places, and the items of their messages."""
+    def _pack(self, steps: Sequence[EnqueuedStep]) -> tuple[ctypes.Array[Any], ...]:
+        """The steps for compiled code, their places, the items of their messages, and the operands of their reductions."""
         packed = (_Step * len(steps))()
         places = [(self._address + _BASES[buf], offset) for step in steps for buf, offset in step.places]
         where, items = (_Place * len(places))(*places), (_Item * len(self._rings))()
-        place, item = ctypes.addressof(where), ctypes.addressof(items)
+        operands = (ctypes.c_int64 * len(places))()
+        place, item, operand = map(ctypes.addressof, (where, items, operands))
         for record, (call, among, rings) in zip(packed, steps, strict=True):
             record.ready = call.ready if isinstance(call, EnqueuedMessages) else 0
             record.function, record.argument, record.items = call.function, call.argument, item if rings else 0
+            record.operands = operand if isinstance(call, EnqueuedReduce) else 0
             record.places, record.place_count = place, len(among)
             place, item = place + len(among) * _PLACE.itemsize, item + len(rings) * ITEM.itemsize
-        return packed, where, items
+            operand += 8 * len(among)
+        return packed, where, items, operands
 
     def run(
         self, handle: int, until: float, call_site: int, src: int = 0, dst: int = 0, items: list[int] | None = None,

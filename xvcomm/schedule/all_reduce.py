@@ -1,4 +1,7 @@
-"""All-reduce: native reduce-scatter, exchange of the shares between islands, native all-gather. Short arrays are sent whole."""
+"""All-reduce: native reduce-scatter, exchange of the shares between islands, native all-gather. Short arrays are sent whole.
+
+Few ranks send very short arrays to each other without any native call, as NCCL and MPI libraries do within a host ("one shot").
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,9 @@ def write(b: Builder) -> None:
     Two islands may send each other their sums, and both add them. Else the additions are divided, so that each rank of the
     communicator adds the same number of elements, and then the results are exchanged.
     """
+    if b.exchange is Exchange.RANKS and b.request.count and not b.wide:
+        _exchange_with_all(b)
+        return
     if b.exchange is Exchange.ARRAYS and b.request.count and not b.wide:
         _exchange_all(b)
         return
@@ -95,13 +101,32 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
     return _Piece(slot, whole, shares, partial, result)
 
 
+def _exchange_with_all(b: Builder) -> None:
+    """Send this rank's array to all others, and add up all arrays in the order of ranks."""
+    source, whole = _operand(b)
+    size, arrays = b.topology.size, {b.rank: source}
+    for distance in range(1, size):
+        b.put((b.rank + distance) % size, source)
+    for distance in range(1, size):
+        sender = (b.rank - distance) % size
+        arrays[sender] = b.scratch(whole.count)
+        b.get(sender, arrays[sender])
+    b.reduce([arrays[rank] for rank in range(size)], whole)
+
+
+def _operand(b: Builder) -> tuple[Span, Span]:
+    """This rank's array, multiplied by its factor if there is one, and the result."""
+    whole, source = Span(Buf.OUT, 0, b.request.count), Span(Buf.IN, 0, b.request.count)
+    if b.scale_before is None:
+        return source, whole
+    b.take(source, whole)
+    return whole, whole
+
+
 def _exchange_all(b: Builder) -> None:
     """Send this island's whole sum from every rank to the corresponding ranks of the other islands."""
-    count = b.request.count
-    whole, source = Span(Buf.OUT, 0, count), Span(Buf.IN, 0, count)
-    if b.scale_before is not None:
-        b.take(source, whole)
-        source = whole
+    source, whole = _operand(b)
+    count = whole.count
     own = source if b.island.size == 1 else b.scratch(count) if b.adds_two else whole
     if b.island.size > 1:
         b.native(NativeOp.ALL_REDUCE, source, own)

@@ -96,7 +96,7 @@ class Native(Step):
 
 @dataclass(frozen=True, slots=True)
 class Put(Step):
-    """Send a span to rank `peer` of another island, in order."""
+    """Send a span to rank `peer`, in order."""
 
     peer: int
     src: Span
@@ -104,7 +104,7 @@ class Put(Step):
 
 @dataclass(frozen=True, slots=True)
 class Get(Step):
-    """Receive a span from rank `peer` of another island, in order."""
+    """Receive a span from rank `peer`, in order."""
 
     peer: int
     dst: Span
@@ -169,7 +169,7 @@ class Schedule:
     Attributes:
         steps: in an order that is itself a correct sequential program if consecutive border steps (Put, Get, GetReduce without
             a Native between them) progress together, as `after` permits. With one segment they may also run one by one if no
-            Put has to wait for its Get; those of `Exchange.ARRAYS` rely on that.
+            Put has to wait for its Get; those of `Exchange.ARRAYS` and `Exchange.RANKS` rely on that.
         scratch, wide: required elements of TMP and of WIDE.
     """
 
@@ -179,9 +179,12 @@ class Schedule:
 
 
 class Exchange(enum.Enum):
-    """What the islands of an all-reduce send each other."""
+    """What the ranks of an all-reduce send each other."""
 
-    ARRAYS = "whole arrays"  # in the fewest steps; rings must be able to buffer every message whole
+    RANKS = "arrays of all ranks"  # to every other rank, without a native call; rings as for ARRAYS
+    ARRAYS = (
+        "sums of whole arrays"  # between islands, in the fewest steps; rings must be able to buffer each message whole
+    )
     SUMS = "sums"  # two islands send their sums, and both add all of them; more of them send PARTS
     PARTS = "parts of sums, then of results"  # the additions are divided among all ranks
 

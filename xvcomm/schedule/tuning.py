@@ -22,6 +22,8 @@ class Tuning:
     exchange: Exchange = Exchange.SUMS
 
 
+RANKS_BYTES, MOST_RANKS = 64 << 10, 8
+"""Up to this size and number of ranks of one host, to send arrays to every other rank costs less time than a native call."""
 ARRAYS_BYTES = 256 << 10
 """Up to this size, sending the whole array instead of a share costs less time than the two native calls that it saves."""
 PARTS_BYTES, WIRE_PARTS_BYTES = 4 << 20, 1 << 20
@@ -47,4 +49,7 @@ def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_on
         # Processes of one host share its cores: less work counts for more than fewer calls.
         least = PARTS_BYTES if len(set(topology.hosts)) == 1 else WIRE_PARTS_BYTES
         return Tuning(segment, Exchange.SUMS if nbytes < least else Exchange.PARTS)
-    return Tuning(0, Exchange.ARRAYS) if nbytes <= min(ARRAYS_BYTES, at_once) else Tuning(segment)
+    if nbytes > min(ARRAYS_BYTES, at_once):
+        return Tuning(segment)
+    few = len(topology.islands) < topology.size <= MOST_RANKS and len(set(topology.hosts)) == 1
+    return Tuning(0, Exchange.RANKS if few and nbytes <= RANKS_BYTES else Exchange.ARRAYS)

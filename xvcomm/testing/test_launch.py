@@ -105,15 +105,25 @@ def test_copies_and_scaling_from_compiled_code_suit_any_addresses(bench: Bench, 
         _check_call(bench, call, (src, dst), x, -x, want)
 
 
-@pytest.mark.parametrize("src_first", [False, True])
-def test_averages_from_compiled_code_round_once(bench: Bench, src_first: bool) -> None:
-    """Of input and output, in either order: a third of their sum in float16."""
+@pytest.mark.parametrize("ways", [1, 2, 3, 5])
+def test_averages_from_compiled_code_round_once(bench: Bench, ways: int) -> None:
+    """Of several arrays in float16, one of which may be the output too: a seventh of their sum."""
     device, count, half = bench.left, 5000, BY_NAME["float16"]
     if not isinstance(device, SupportsEnqueuedLocal):
         pytest.skip(_WITHOUT.format("local operations"))
-    x, y = np.arange(5008, dtype=np.float16), np.full(5008, 2.5, np.float16)
-    call = device.enqueued_reduce(count, half, ReduceOp.SUM, 3, src_first=src_first)
-    for src, dst in itertools.product(range(3), repeat=2):
-        want, added = y.copy(), x[src : src + count].astype(np.float32) + y[dst : dst + count]
-        want[dst : dst + count] = (added / np.float32(3)).astype(np.float16)
-        _check_call(bench, call, (src, dst), x, y, want)
+    call = device.enqueued_reduce(ways, count, half, ReduceOp.SUM, 7)
+    assert call is not None
+    (on,), launch = streams(device), _function(call.function, 5)
+    contents = [(np.arange(5008) % (way + 2)).astype(np.float16) for way in range(ways)]
+    for skew, output in itertools.product(range(3), range(-1, ways)):
+        arrays = [put(device, content) for content in contents]
+        target = put(device, np.zeros(5008, np.float16)) if output < 0 else arrays[output]
+        begins = [skew * (way % 2) for way in range(ways)]
+        operands = (ctypes.c_int64 * ways)(*[address(x) + 2 * at for x, at in zip(arrays, begins, strict=True)])
+        at = begins[output] if output >= 0 else skew
+        assert launch(call.argument, ctypes.addressof(operands), address(target) + 2 * at, on.handle, 0) == 0
+        on.synchronize()
+        added = sum(x[a : a + count].astype(np.float32) for x, a in zip(contents, begins, strict=True))
+        want = np.zeros(5008, np.float16) if output < 0 else contents[output].copy()
+        want[at : at + count] = (added / np.float32(7 if ways > 1 else 1)).astype(np.float16)
+        assert_same_bits(get(device, target), want, f"skew {skew}, output {output}")

@@ -52,8 +52,9 @@ class Member(NamedTuple):
 
 
 def at_once(config: Config) -> int:
-    """Largest message in bytes that any empty ring between islands can buffer whole, in a job with GPUs."""
-    return min(_host_layout(config).at_once(1), _gpu_collective_layout(config).at_once(1))
+    """Largest message in bytes that any empty ring of collectives can buffer whole, in a job with GPUs."""
+    layouts = _host_layout(config), _gpu_collective_layout(config), _peer_collective_layout(config)
+    return min(layout.at_once(1) for layout in layouts)
 
 
 def _host_layout(config: Config) -> RingLayout:
@@ -75,6 +76,16 @@ def _gpu_wire_layout(config: Config) -> RingLayout:
     # No cache spans two hosts: with the slots of one host, an all_gather of 256 MiB over loopback took 16.1 ms, with these 12.2.
     full = _gpu_layout(config)
     return replace(full, lanes=min(MAX_LANES, 2 * full.lanes))
+
+
+def _peer_layout(config: Config) -> RingLayout:
+    return RingLayout(config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True)
+
+
+def _peer_collective_layout(config: Config) -> RingLayout:
+    # Within an island only short arrays cross by rings, see `Exchange.RANKS`.
+    full = _peer_layout(config)
+    return replace(full, slot_bytes=round_up(full.slot_bytes // 16, PAGE))
 
 
 class Rings:
@@ -106,9 +117,7 @@ class Rings:
         self._gpu_layout, self.gpu_collective_layout = _gpu_layout(config), _gpu_collective_layout(config)
         self._gpu_wire_layout = _gpu_wire_layout(config)
         self._host_layout = _host_layout(config)
-        self._peer_layout = RingLayout(
-            config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True
-        )
+        self._peer_layout, self._peer_collective_layout = _peer_layout(config), _peer_collective_layout(config)
         self._ends: dict[tuple[Use, int, bool, int], RingEnd] = {}
         self._opening = threading.Lock()
 
@@ -150,8 +159,9 @@ class Rings:
             return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
         shared = choose(me.offers, other.offers).shared
         apart = shared and me.island == other.island and not peer_refusal(me.memory, other.memory)
-        if use is Use.COLLECTIVE and not apart:
-            return self.gpu_collective_layout if shared else self._gpu_wire_layout
+        if use is Use.COLLECTIVE:
+            on_host = self.gpu_collective_layout if shared else self._gpu_wire_layout
+            return self._peer_collective_layout if apart else on_host
         full = self._peer_layout if apart else self._gpu_layout
         half = round_up(full.slot_bytes // 2, PAGE)
         return RingLayout(max(1, full.lanes // 2), full.slots, half, apart) if channel else full
