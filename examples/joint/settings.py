@@ -90,8 +90,8 @@ class Settings:
     state: str = "bfloat16"
     checkpointing: bool = True
     deterministic: bool = False
-    lr: float = 1e-4
-    warmup: int = 20
+    lr: float = 3e-5
+    warmup: int = 100
     seed: int = 1
     budget: float = 0.0
 
