@@ -90,11 +90,12 @@ def test_variables_exist(root: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "docs", "docs/tutorials", "docs/api"])
-def test_links_between_pages_lead_somewhere(root: Path, folder: str) -> None:
+def test_links_between_pages_lead_to_files(root: Path, folder: str) -> None:
+    """A folder is no page of the site, so that `make docs` fails on a link to one."""
     for page in (root / folder).glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(root)}: {target}"
+                assert (page.parent / target).is_file(), f"{page.relative_to(root)}: {target}"
 
 
 def test_texts_about_rdma_are_those_of_the_code(root: Path) -> None:
