@@ -2,8 +2,8 @@
 #     python -m build --wheel && podman build -f deploy/images/rocm.Dockerfile -t xvcomm-rocm:0.1.0 .
 # HIP, hipRTC and RCCL are the base's, torch is PyTorch's own build for the same ROCm. The containers need /dev/kfd and /dev/dri, which
 # AMD's device plug-in gives them, and the group that owns these on the host (supplementalGroups, or --group-add).
-ARG BASE=docker.io/rocm/dev-ubuntu-24.04:7.0-complete
-ARG TORCH_INDEX=https://download.pytorch.org/whl/rocm7.0
+ARG BASE=docker.io/rocm/dev-ubuntu-24.04:7.2-complete
+ARG TORCH_INDEX=https://download.pytorch.org/whl/rocm7.2
 
 FROM ${BASE} AS build
 ARG TORCH_INDEX

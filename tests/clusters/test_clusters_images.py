@@ -29,6 +29,13 @@ def test_rules(name):
     assert not re.search(r"\b(gcc|g\+\+|build-essential)\b", text)
 
 
+def test_torch_is_built_for_the_rocm_of_the_base():
+    text = (IMAGES / "rocm.Dockerfile").read_text()
+    (base,) = re.findall(r"^ARG BASE=\S+:(\d+\.\d+)", text, re.M)
+    (index,) = re.findall(r"^ARG TORCH_INDEX=\S+/rocm(\S+)$", text, re.M)
+    assert base == index
+
+
 def test_all_images_are_tested():
     assert sorted(file.name for file in IMAGES.iterdir()) == ["cpu.Dockerfile", "cuda.Dockerfile", "rocm.Dockerfile"]
 
