@@ -68,8 +68,10 @@ def _of_volcano(job: dict[str, Any], values: dict[str, str]) -> Iterator[Pod]:
     name, tasks = job["metadata"]["name"], job["spec"]["tasks"]
     assert "svc" in job["spec"]["plugins"]
     hosts = {task["name"]: [f"{name}-{task['name']}-{n}.{name}" for n in range(task["replicas"])] for task in tasks}
-    own = {f"VC_{task.upper()}_HOSTS": ",".join(found) for task, found in hosts.items()}
-    own |= {f"VC_{task.upper()}_NUM": str(len(found)) for task, found in hosts.items()}
+    own = {}
+    for task, found in hosts.items():
+        prefix = f"VC_{task.upper().replace('-', '_')}"
+        own |= {f"{prefix}_HOSTS": ",".join(found), f"{prefix}_NUM": str(len(found))}
     for task in tasks:
         (container,) = task["template"]["spec"]["containers"]
         for address in hosts[task["name"]]:

@@ -22,19 +22,24 @@ FILES = ("jobset.yaml", "jobset-rdma.yaml", "trainer.yaml", "volcano.yaml")
 IN_POD = 'mount -t tmpfs tmpfs /dev/shm && hostname "$1" && shift && exec "$@"'
 VOLCANO = {
     "spec": {
-        "schedulerName", "minAvailable", "volumes", "tasks", "policies", "plugins", "runningEstimate", "queue", "maxRetry",
-        "ttlSecondsAfterFinished", "priorityClassName", "minSuccess", "networkTopology",
+        "schedulerName": str, "minAvailable": int, "volumes": list, "tasks": list, "policies": list, "plugins": dict,
+        "runningEstimate": str, "queue": str, "maxRetry": int, "ttlSecondsAfterFinished": int, "priorityClassName": str,
+        "minSuccess": int, "networkTopology": dict,
     },
     "task": {
-        "name", "replicas", "minAvailable", "template", "policies", "topologyPolicy", "maxRetry", "dependsOn", "partitionPolicy",
+        "name": str, "replicas": int, "minAvailable": int, "template": dict, "policies": list, "topologyPolicy": str,
+        "maxRetry": int, "dependsOn": dict, "partitionPolicy": dict,
     },
-    "events": {
-        "*", "PodPending", "PodRunning", "PodFailed", "PodEvicted", "Unknown", "TaskCompleted", "TaskFailed", "OutOfSync",
-        "CommandIssued", "JobUpdated",
-    },
-    "actions": {"AbortJob", "RestartJob", "RestartTask", "RestartPod", "TerminateJob", "CompleteJob", "ResumeJob"},
+    "policy": {"action": str, "event": str, "events": list, "exitCode": int, "timeout": str},
 }  # fmt: skip
-"""Fields and values of batch.volcano.sh/v1alpha1, from the published definition: no package has its types."""
+"""Fields of batch.volcano.sh/v1alpha1 and their types, from its definition: no package has them."""
+EVENTS = {"*", "PodPending", "PodFailed", "PodEvicted", "Unknown", "TaskCompleted", "TaskFailed", "JobUpdated"}
+ACTIONS = {
+    "AbortJob", "RestartJob", "RestartTask", "RestartPod", "RestartPartition", "TerminateJob", "CompleteJob", "ResumeJob",
+}  # fmt: skip
+"""What Volcano's webhook lets a policy name."""
+SVC = {"publish-not-ready-addresses", "disable-network-policy", "inject-hosts-env"}
+"""Flags of its plug-in svc."""
 
 
 def test_all_files_are_tested():
@@ -64,12 +69,24 @@ def test_volcano():
     """Fields, events and actions of Volcano's job, and that all pods must be there."""
     (job,) = documents("volcano.yaml")
     spec = job["spec"]
-    assert job["apiVersion"] == "batch.volcano.sh/v1alpha1" and spec.keys() <= VOLCANO["spec"]
-    assert all(task.keys() <= VOLCANO["task"] for task in spec["tasks"])
-    policies = [*spec["policies"], *(policy for task in spec["tasks"] for policy in task["policies"])]
-    assert {policy["event"] for policy in policies} <= VOLCANO["events"]
-    assert {policy["action"] for policy in policies} <= VOLCANO["actions"]
+    assert job["apiVersion"] == "batch.volcano.sh/v1alpha1"
+    policies = [*spec["policies"], *(policy for task in spec["tasks"] for policy in task.get("policies", []))]
+    for kind, parts in {"spec": [spec], "task": spec["tasks"], "policy": policies}.items():
+        for part in parts:
+            assert {name for name, value in part.items() if type(value) is not VOLCANO[kind].get(name)} == set()
+    assert {policy["event"] for policy in policies} <= EVENTS
+    assert {policy["action"] for policy in policies} <= ACTIONS
+    assert {flag.strip("-").partition("=")[0] for flag in spec["plugins"]["svc"]} <= SVC
     assert spec["minAvailable"] == sum(task["replicas"] for task in spec["tasks"])
+
+
+def test_no_task_of_volcano_ends_the_job():
+    """`CompleteJob` stops the pods of the other tasks; without it the job is complete when all pods are."""
+    (job,) = documents("volcano.yaml")
+    assert len(job["spec"]["tasks"]) > 1
+    assert "CompleteJob" not in {
+        policy["action"] for part in (job["spec"], *job["spec"]["tasks"]) for policy in part.get("policies", [])
+    }
 
 
 def begin(hosts, pod, side, *arguments, env):
