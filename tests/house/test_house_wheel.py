@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from email.parser import BytesParser
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,16 @@ def test_wheel_contains_the_licence(dist: Path) -> None:
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         licence = next(name for name in wheel.namelist() if name.endswith("licenses/LICENSE"))
         assert b"Apache License" in wheel.read(licence)
+
+
+def test_description_has_no_link_that_leads_nowhere_on_pypi(dist: Path) -> None:
+    with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
+        file = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = BytesParser().parsebytes(wheel.read(file))
+    text = metadata.get_payload(decode=True).decode()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "quick start (`docs/quickstart.md`)" in text
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", text) == []
 
 
 def test_source_archive_holds_the_tree_without_links(dist: Path, root: Path) -> None:
