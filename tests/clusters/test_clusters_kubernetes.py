@@ -89,6 +89,22 @@ def test_no_task_of_volcano_ends_the_job():
     }
 
 
+def test_capabilities_are_added_for_root():
+    """Kubernetes has no ambient capabilities: another user does not get what is added."""
+    contexts = [context for file in FILES for context in values(documents(file), "securityContext")]
+    adding = [context for context in contexts if context.get("capabilities", {}).get("add")]
+    assert adding and {context.get("runAsUser") for context in adding} == {0}
+
+
+def values(tree, key):
+    """What stands under a key, anywhere in a tree of dicts and lists."""
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if name == key:
+            yield value
+        elif isinstance(value, (dict, list)):
+            yield from values(value, key)
+
+
 def begin(hosts, pod, side, *arguments, env):
     """Start a pod's container on a node: hostname and shared memory of its own, its command, these arguments."""
     hosts.name(side, pod.name)  # as the kubelet writes it into /etc/hosts
