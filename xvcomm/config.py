@@ -164,9 +164,7 @@ class Config:
     peer_ring_lanes: int = _var(16, "Lanes of a ring in GPU memory, at most 64.", least=1, most=64)
     peer_ring_slots: int = _var(4, "Slots per lane of a ring in GPU memory.", least=2)
     peer_ring_slot_bytes: int = _var(
-        256 << 10,
-        "Bytes per slot of a ring in GPU memory, a sixteenth of it for collectives; a multiple of 4096.",
-        least=4096,
+        256 << 10, "Bytes per slot of a ring in GPU memory; a multiple of 4096.", least=4096
     )
     compiled_launch: int = _var(
         1,

@@ -180,6 +180,19 @@ def test_repeated_calls_on_four_ranks(job: Job, name: str) -> None:
         ranks.run(graphs.check_graph_of_few)
 
 
+def sizes_of_rings(comm: Communicator) -> list[int]:
+    """Bytes of shared memory of each ring that a first short sum has opened."""
+    collectives.check_all_reduce(comm, "float32", "sum", 2)
+    return [end.layout.size for end in context(comm).rings.ends()]
+
+
+def test_short_sums_take_little_memory(job: Job) -> None:
+    """Containers have 64 MB of shared memory, and each rank has rings to and from all others."""
+    with job("rocm:2 and rocm:2") as ranks:
+        for sizes in ranks.run(sizes_of_rings):
+            assert len(sizes) == 6 and max(sizes) < 300 << 10
+
+
 @pytest.mark.parametrize(
     "check",
     [

@@ -75,6 +75,10 @@ def test_few_gpus_send_very_short_arrays_to_all_others() -> None:
         "   5  recv    get rank 3 -> tmp[8:11]",
         "   6  recv    reduce tmp[4:7], tmp[0:3], in[0:3], tmp[8:11] -> out[0:3]  after 2",
     ]
+    least = Config(ring_slots=2, gpu_ring_lanes=1, gpu_ring_slot_bytes=4096, peer_ring_lanes=1, peer_ring_slots=2)
+    longest = Request(Collective.ALL_REDUCE, 4, count=RANKS_BYTES // 4)
+    for config in (CONFIG, least):  # which are not those of the rings for this
+        assert Planner(TOPOLOGY, 2, config, gpus=True).plan(longest).exchange is Exchange.RANKS
     others = Topology.from_labels("aaaaabbbb"), Topology.from_labels("aabb", "xxyy"), Topology.from_labels("abc")
     for topology in others:
         plan = Planner(topology, 0, CONFIG, gpus=True).plan(request)
@@ -82,7 +86,7 @@ def test_few_gpus_send_very_short_arrays_to_all_others() -> None:
 
 
 def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> None:
-    n, roomy = RANKS_BYTES // 4 + 1, Config(ring_lanes=8)
+    n, tight, roomy = RANKS_BYTES // 4 + 1, Config(ring_slots=6), Config(ring_lanes=8)
     planner = Planner(TOPOLOGY, 2, roomy, gpus=True)
     _, *steps = planner.plan(Request(Collective.ALL_REDUCE, 4, count=n)).explain()
     assert steps == [
@@ -91,8 +95,8 @@ def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> No
         f"   2  recv    get_reduce rank 0 and tmp[0:{n}] -> out[0:{n}] remote first  after 0",
     ]
     assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 4
-    for config, most in ((CONFIG, AT_ONCE), (roomy, ARRAYS_BYTES)):
-        assert most <= at_once(config)
+    for config, most in ((tight, 96 << 10), (roomy, ARRAYS_BYTES)):
+        assert min(at_once(config), ARRAYS_BYTES) == most
         request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)
         assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 4
 

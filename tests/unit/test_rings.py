@@ -16,6 +16,7 @@ from xvcomm.engine.session.rings import CHANNELS, Member, Rings, Use
 from xvcomm.memory.ring import Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store.memory import MemoryStore
+from xvcomm.schedule.tuning import RANKS_BYTES
 from xvcomm.types.deadline import NEVER, Deadline
 
 OFFERS = [Capabilities("own", "here", 0, shared=True)]
@@ -162,4 +163,21 @@ def test_rings_for_collectives_keep_their_size_in_a_job_with_gpus(kinds: tuple[s
         mine.end(1, use, NEVER, producer=True)
     mine.close()
     found = {name.split("/")[1]: layout.fixed for name, (_, layout, _) in transport.opened.items()}
-    assert found == {"point_to_point": False, "collective": fixed}
+    assert found == {"point_to_point": False, "collective": fixed, "short": fixed}
+
+
+@pytest.mark.parametrize("config", [{}, {"ring_slots": 2, "gpu_ring_lanes": 1, "peer_ring_slot_bytes": 4096}])
+def test_very_short_arrays_cross_in_little_memory_whatever_the_settings(config: dict[str, int]) -> None:
+    """All ranks have such rings with all others, and plans rely on the size that each can buffer."""
+    members = [
+        Member(0, OFFERS, "cuda", "a", FIRST), Member(1, OFFERS, "cuda", "a", SECOND), Member(2, OFFERS, "cuda", "b", FIRST),
+        Member(3, OFFERS, "host", "c"), Member(4, OFFERS, "host", "c"),
+    ]  # fmt: skip
+    for rank, (ours, theirs) in itertools.product((0, 1), itertools.permutations(members, 2)):
+        transport = Recording()
+        mine = Rings(Config(**config), "links", 1, MemoryStore(), rank, [transport], PEER_RINGS, [ours, theirs])
+        mine.end(1 - rank, Use.SHORT, NEVER, producer=True)
+        mine.close()
+        _, layout, _ = transport.opened[f"ring/short/{rank}-{1 - rank}/0"]
+        assert layout.at_once(2) >= RANKS_BYTES and layout.capacity <= 256 << 10
+        assert layout.apart == (ours.island == theirs.island == "a")

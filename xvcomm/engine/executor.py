@@ -14,12 +14,13 @@ from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.launch import EnqueuedStep, Place
 from xvcomm.engine.planner import Plan
 from xvcomm.engine.request import CollectiveRequest
-from xvcomm.engine.session.rings import Use
+from xvcomm.engine.session.rings import SHORT_LAYOUT, Use
 from xvcomm.memory import array
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import (
     Buf,
     Copy,
+    Exchange,
     Factor,
     Get,
     GetReduce,
@@ -29,7 +30,6 @@ from xvcomm.schedule.steps import (
     Put,
     Reduce,
     Scale,
-    Schedule,
     Span,
     Step,
 )
@@ -67,7 +67,7 @@ class Executor:
         """
         narrow = -(-plan.schedule.scratch * call.dtype.itemsize // _ALIGN) * _ALIGN
         scratch = self._scratch_address(narrow + plan.schedule.wide * FLOAT32.itemsize)
-        self._enqueue(plan.schedule, call, operation, scratch, scratch + narrow)
+        self._enqueue(plan, call, operation, scratch, scratch + narrow)
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -91,7 +91,7 @@ class Executor:
     ) -> tuple[None, dict[RingEnd, int]]:
         nbytes = plan.schedule.scratch * call.dtype.itemsize
         scratch = self.serial_scratch(nbytes, user.queue, array.address(call.dst))
-        run = _Run(self._context, dict.fromkeys(_LANES, user), call, operation, scratch)
+        run = _Run(self._context, plan, dict.fromkeys(_LANES, user), call, operation, scratch)
         user.deadline = call.deadline
         for steps in plan.runs:
             run.steps(steps, user)
@@ -110,7 +110,7 @@ class Executor:
             stream.wait(begin)
             if last is not None:
                 stream.wait(last)
-        ends = self._enqueue(plan.schedule, call, operation, scratch)
+        ends = self._enqueue(plan, call, operation, scratch)
         for stream in lanes:
             user.wait(stream.record_event())
         if nbytes and captured:
@@ -147,7 +147,7 @@ class Executor:
         if not self._fits(plan):
             return None
         runs = [steps for steps in plan.runs if not (call.src is call.dst and _moves_nothing(steps[0]))]
-        run = _Run(self._context, {}, call, call.described(0))
+        run = _Run(self._context, plan, {}, call, call.described(0))
         found = [run.enqueued(steps) for steps in runs]
         complete = [step for step in found if step is not None]
         # Messages look at the stream before anything is enqueued, and so does a native call, but only for itself.
@@ -156,15 +156,15 @@ class Executor:
 
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
-        layout = self._context.rings.gpu_collective_layout
+        layout = SHORT_LAYOUT if plan.exchange is Exchange.RANKS else self._context.rings.gpu_collective_layout
         return not plan.segment and plan.nbytes <= min(SERIAL_BYTES, layout.at_once(plan.messages))
 
     def _enqueue(
-        self, schedule: Schedule, call: CollectiveRequest, operation: Operation, scratch: int, wide: int = 0
+        self, plan: Plan, call: CollectiveRequest, operation: Operation, scratch: int, wide: int = 0
     ) -> dict[RingEnd, int]:
         """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
-        streams = self._streams
-        run = _Run(self._context, streams, call, operation, scratch, wide)
+        streams, schedule = self._streams, plan.schedule
+        run = _Run(self._context, plan, streams, call, operation, scratch, wide)
         for stream in streams.values():
             stream.deadline = call.deadline
         awaited = {earlier for step in schedule.steps for earlier in step.after}
@@ -190,12 +190,13 @@ def _moves_nothing(step: Step) -> bool:
 
 
 class _Run:
-    """One run of one schedule; `scratch` and `wide` are addresses of memory for `Buf.TMP` and `Buf.WIDE`."""
+    """One run of one plan; `scratch` and `wide` are addresses of memory for `Buf.TMP` and `Buf.WIDE`."""
 
     def __init__(
-        self, context: Context, streams: dict[Lane, Stream], call: CollectiveRequest, operation: Operation,
+        self, context: Context, plan: Plan, streams: dict[Lane, Stream], call: CollectiveRequest, operation: Operation,
         scratch: int = 0, wide: int = 0,
     ) -> None:  # fmt: skip
+        self._use = Use.SHORT if plan.exchange is Exchange.RANKS else Use.COLLECTIVE
         self._context, self._device, self._streams = context, context.device, streams
         src, dst = array.address(call.src), array.address(call.dst)
         self._bases = {Buf.IN: src, Buf.OUT: dst, Buf.TMP: scratch, Buf.WIDE: wide}
@@ -312,7 +313,7 @@ class _Run:
 
     def _end(self, peer: int, *, producer: bool) -> RingEnd:
         """The ring end for the next message to or from a peer."""
-        end = self._context.rings.end(peer, Use.COLLECTIVE, self._deadline, producer=producer)
+        end = self._context.rings.end(peer, self._use, self._deadline, producer=producer)
         self.ends[end] = end.sequence + 1
         return end
 

@@ -181,7 +181,7 @@ class Schedule:
 class Exchange(enum.Enum):
     """What the ranks of an all-reduce send each other."""
 
-    RANKS = "arrays of all ranks"  # to every other rank, without a native call; rings as for ARRAYS
+    RANKS = "arrays of all ranks"  # to every other rank, without a native call, through rings that hold each of them
     ARRAYS = (
         "sums of whole arrays"  # between islands, in the fewest steps; rings must be able to buffer each message whole
     )

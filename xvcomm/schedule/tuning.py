@@ -37,7 +37,7 @@ def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_on
     Args:
         link_bytes: bytes of a segment on each link between two equal islands: enough to hide the cost of a call, few enough for
             the stages to overlap. A segment is divided among all ranks, so its size grows with their number.
-        at_once: bytes of a message that an empty ring can buffer whole; None if no rank has a GPU.
+        at_once: bytes of a message that an empty ring between islands can buffer whole; None if no rank has a GPU.
     """
     if topology.homogeneous or op not in SEGMENTED:
         return Tuning(0)
@@ -49,7 +49,7 @@ def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_on
         # Processes of one host share its cores: less work counts for more than fewer calls.
         least = PARTS_BYTES if len(set(topology.hosts)) == 1 else WIRE_PARTS_BYTES
         return Tuning(segment, Exchange.SUMS if nbytes < least else Exchange.PARTS)
-    if nbytes > min(ARRAYS_BYTES, at_once):
-        return Tuning(segment)
     few = len(topology.islands) < topology.size <= MOST_RANKS and len(set(topology.hosts)) == 1
-    return Tuning(0, Exchange.RANKS if few and nbytes <= RANKS_BYTES else Exchange.ARRAYS)
+    if few and nbytes <= RANKS_BYTES:
+        return Tuning(0, Exchange.RANKS)
+    return Tuning(0, Exchange.ARRAYS) if nbytes <= min(ARRAYS_BYTES, at_once) else Tuning(segment)

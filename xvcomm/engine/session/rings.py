@@ -20,17 +20,24 @@ from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.errors import DeadlineExceeded
 from xvcomm.memory.ring import MAX_LANES, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, round_up
+from xvcomm.schedule.tuning import RANKS_BYTES
 from xvcomm.types.deadline import Deadline, poll
 
+SHORT_LAYOUT = RingLayout(4, 4, RANKS_BYTES // 4)
+"""Layout of the rings of `Use.SHORT`, whatever the settings: one slot of each lane holds the longest of these arrays."""
 CHANNELS = 32
 """Channels per pair. Each has its own rings, so messages of different channels are not ordered with each other."""
 
 
 class Use(enum.IntEnum):
-    """Users' messages and those of collectives have separate rings, so they are not ordered with each other."""
+    """Users' messages and those of collectives have separate rings, so they are not ordered with each other.
+
+    Very short arrays of collectives have rings of their own: they cross between all ranks, which would need much memory.
+    """
 
     POINT_TO_POINT = 0
     COLLECTIVE = 1
+    SHORT = 2
 
     __hash__ = int.__hash__  # Enum.__hash__ is a Python function, too slow for lookups of rings
 
@@ -52,9 +59,8 @@ class Member(NamedTuple):
 
 
 def at_once(config: Config) -> int:
-    """Largest message in bytes that any empty ring of collectives can buffer whole, in a job with GPUs."""
-    layouts = _host_layout(config), _gpu_collective_layout(config), _peer_collective_layout(config)
-    return min(layout.at_once(1) for layout in layouts)
+    """Largest message in bytes that any empty ring between islands can buffer whole, in a job with GPUs."""
+    return min(_host_layout(config).at_once(1), _gpu_collective_layout(config).at_once(1))
 
 
 def _host_layout(config: Config) -> RingLayout:
@@ -76,16 +82,6 @@ def _gpu_wire_layout(config: Config) -> RingLayout:
     # No cache spans two hosts: with the slots of one host, an all_gather of 256 MiB over loopback took 16.1 ms, with these 12.2.
     full = _gpu_layout(config)
     return replace(full, lanes=min(MAX_LANES, 2 * full.lanes))
-
-
-def _peer_layout(config: Config) -> RingLayout:
-    return RingLayout(config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True)
-
-
-def _peer_collective_layout(config: Config) -> RingLayout:
-    # Within an island only short arrays cross by rings, see `Exchange.RANKS`.
-    full = _peer_layout(config)
-    return replace(full, slot_bytes=round_up(full.slot_bytes // 16, PAGE))
 
 
 class Rings:
@@ -117,7 +113,9 @@ class Rings:
         self._gpu_layout, self.gpu_collective_layout = _gpu_layout(config), _gpu_collective_layout(config)
         self._gpu_wire_layout = _gpu_wire_layout(config)
         self._host_layout = _host_layout(config)
-        self._peer_layout, self._peer_collective_layout = _peer_layout(config), _peer_collective_layout(config)
+        self._peer_layout = RingLayout(
+            config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True
+        )
         self._ends: dict[tuple[Use, int, bool, int], RingEnd] = {}
         self._opening = threading.Lock()
 
@@ -150,18 +148,19 @@ class Rings:
         collectives have a fixed size, because plans rely on the size that they can buffer.
         """
         layout = self._full_layout(peer, use, channel)
-        return replace(layout, fixed=True) if use is Use.COLLECTIVE and self._gpus else layout
+        return replace(layout, fixed=True) if use is not Use.POINT_TO_POINT and self._gpus else layout
 
     def _full_layout(self, peer: int, use: Use, channel: int) -> RingLayout:
         me, other = self._members[self._rank], self._members[peer]
+        shared = choose(me.offers, other.offers).shared
+        apart = shared and me.island == other.island and not peer_refusal(me.memory, other.memory)
+        if use is Use.SHORT:
+            return replace(SHORT_LAYOUT, apart=apart)
         if me.kind == other.kind == "host":
             full = self._host_layout
             return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
-        shared = choose(me.offers, other.offers).shared
-        apart = shared and me.island == other.island and not peer_refusal(me.memory, other.memory)
-        if use is Use.COLLECTIVE:
-            on_host = self.gpu_collective_layout if shared else self._gpu_wire_layout
-            return self._peer_collective_layout if apart else on_host
+        if use is Use.COLLECTIVE and not apart:
+            return self.gpu_collective_layout if shared else self._gpu_wire_layout
         full = self._peer_layout if apart else self._gpu_layout
         half = round_up(full.slot_bytes // 2, PAGE)
         return RingLayout(max(1, full.lanes // 2), full.slots, half, apart) if channel else full
