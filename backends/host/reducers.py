@@ -41,6 +41,16 @@ def _prod(a: Any, b: Any) -> Any:
 
 
 @register_jitable
+def _sum_low(a: Any, b: Any) -> Any:
+    return a if a != a else a + b  # of two NaNs the left one, as on GPUs; the compiler may swap what is added
+
+
+@register_jitable
+def _prod_low(a: Any, b: Any) -> Any:
+    return a if a != a else a * b
+
+
+@register_jitable
 def _min(a: Any, b: Any) -> Any:
     return a if (a < b or a != a) else b  # NaN wins, as in numpy and torch
 
@@ -71,6 +81,7 @@ _OPS: dict[ReduceOp, Callable[..., Any]] = {
 }  # fmt: skip
 # bool is stored as 0 or 1 in a byte: sum and max are "any", prod and min are "all".
 _BOOL_OPS = _OPS | {ReduceOp.SUM: _or, ReduceOp.MAX: _or, ReduceOp.PROD: _and, ReduceOp.MIN: _and}
+_LOW_OPS = _OPS | {ReduceOp.SUM: _sum_low, ReduceOp.PROD: _prod_low}
 
 _CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {
     "float16": (codecs.load_half, codecs.save_half, np.uint16),
@@ -165,7 +176,7 @@ def kit(dtype: DType, op: ReduceOp) -> Kit:
     with compiling():
         if dtype.low_precision:
             load, save, raw = _CODECS[dtype.name]
-            f32, combine, same = np.float32, _OPS[op], codecs.same
+            f32, combine, same = np.float32, _LOW_OPS[op], codecs.same
             return Kit(
                 pair=_combiner(load, raw, load, raw, combine, save, raw),
                 first=_combiner(load, raw, load, raw, combine, same, f32),

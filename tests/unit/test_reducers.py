@@ -10,7 +10,7 @@ import pytest
 
 from xvcomm.backends.host import reducers
 from xvcomm.errors import DTypeError
-from xvcomm.types.dtype import DTYPES, DType, ReduceOp, reduction_on
+from xvcomm.types.dtype import BY_NAME, DTYPES, DType, ReduceOp, reduction_on
 
 ELEMENTWISE = [op for op in ReduceOp if op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)]
 
@@ -117,6 +117,21 @@ def test_chain_accumulates_wide_and_rounds_once(name: str, ways: int) -> None:
     dst = sources[1]
     run_many(reducers.kit(dtype, ReduceOp.SUM), dst, sources)
     assert_same(dst, total.astype(dtype.numpy))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PROD])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ways", [2, 3, 5])
+def test_the_first_nan_wins(name: str, op: ReduceOp, ways: int) -> None:
+    """As on GPUs, which get the same bits: also its sign and its further bits."""
+    dtype, count = BY_NAME[name], 1000
+    nan = int(np.array(np.nan, dtype.numpy).view(np.uint16)) & 0x7FFF
+    sources = [np.full(count, nan + way, np.uint16).view(dtype.numpy) for way in range(1, ways + 1)]
+    sources[0][::3] = 1
+    got = np.empty(count, dtype.numpy)
+    run_many(reducers.kit(dtype, op), got, sources)
+    want = np.where(np.arange(count) % 3, nan + 1, nan + 2)
+    assert (got.view(np.uint16) == want).all()
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.kind != "b"], ids=str)
