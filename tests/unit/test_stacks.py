@@ -39,9 +39,9 @@ def test_an_older_text_is_not_taken_for_the_answer(file: StackFile) -> None:
     """Another reader has asked, and was held up before it has emptied the file."""
     me = os.getpid()
     time.sleep(0.6)
-    assert request(me) and collect([me], 0.1)[me]
+    assert request(me) and collect([me], 0.1, time.time())[me]
     os.utime(file.fd, (time.time() - 2, time.time() - 2))
-    assert written_by(me) and collect([me], 0.1) == {me: ""}
+    assert written_by(me) and collect([me], 0.1, time.time()) == {me: ""}
 
 
 def test_there_is_one_for_a_process(file: StackFile) -> None:

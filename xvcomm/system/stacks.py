@@ -121,12 +121,13 @@ def whole(text: str) -> str:
     return text if text.partition("\n")[0].endswith("(most recent call first):") else ""
 
 
-def collect(pids: Sequence[int], seconds: float) -> dict[int, str]:
+def collect(pids: Sequence[int], seconds: float, asked: float) -> dict[int, str]:
     """What processes write within some time, after `request`, or another reader's.
 
-    An older text is left out: the other reader has not emptied the file yet.
+    Args:
+        asked: when, as of `time.time`. A text from long before is left out: another reader has not emptied the file yet.
     """
-    until, since = time.monotonic() + seconds, time.time() - 2 * _FRESH_SECONDS
+    until, since = time.monotonic() + seconds, asked - 2 * _FRESH_SECONDS
     while True:
         found = {pid: written_by(pid, since) for pid in pids}
         if all(found.values()) or time.monotonic() > until:

@@ -49,10 +49,10 @@ class LiveJob:
         with _mapped(self.memory) as view:
             here = journal.read(view)
         assert here is not None
-        living = self._living()
+        living, begun = self._living(), time.time()
         asked = [rank for rank, pid in living.items() if stacks.request(pid)]
         whole = self._whole(living.values()) if len(self.roster.here) < len(self.roster.infos) else None
-        texts = stacks.collect([living[rank] for rank in asked], _STACK_SECONDS)
+        texts = stacks.collect([living[rank] for rank in asked], _STACK_SECONDS, begun)
         states = dict(whole.ranks if whole is not None else {})
         for rank, namespace in zip(self.roster.here, self.roster.namespaces, strict=True):
             state = here.ranks[rank]

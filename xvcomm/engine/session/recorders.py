@@ -138,11 +138,12 @@ class Recorders:
         return msgspec.structs.replace(snapshot, ranks=states)
 
     def _stacks(self, ranks: Collection[int], deadline: Deadline) -> dict[int, str]:
+        begun = time.time()
         pids = {rank: self._joined[rank].info.pid for rank in ranks if self._seen(rank)}
         here = {r: pid for r, pid in pids.items() if not self._journal.ask_for_stack(r) or stacks.request(pid)}
         elsewhere = [rank for rank in ranks if rank not in self._neighbours]
         asked = self._reach.ask(elsewhere, Question(Topic.TAKE_STACK), deadline) if elsewhere else {}
-        texts = stacks.collect(list(here.values()), min(_STACK_SECONDS, deadline.left()))
+        texts = stacks.collect(list(here.values()), min(_STACK_SECONDS, deadline.left()), begun)
         if asked:
             time.sleep(min(_STACK_SECONDS, deadline.left()))
         answers = self._reach.ask(list(asked), Question(Topic.STACK), deadline) if asked else {}
