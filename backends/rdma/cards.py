@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
+from xvcomm.abc.transport import QueueEnd
 from xvcomm.backends.rdma import settings, sysfs
 from xvcomm.backends.rdma.affinity import nearest
 from xvcomm.backends.rdma.devices import Gid, Port
@@ -195,6 +196,11 @@ class RdmaCards:
         except ResourceError:
             return False
         return True
+
+    def end(self, address: str) -> QueueEnd:
+        """See `wire.cards.Cards.end`."""
+        index, port, gid = self._find(address)
+        return QueueEnd(self._domains[index].name, port.number, gid.address)
 
     def _find(self, address: str) -> tuple[int, Port, Gid]:
         """Index of the device that serves an address, its port and GID: as they are now, because GIDs come and go."""

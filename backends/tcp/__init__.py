@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.abc.transport import Capabilities, Interface, Membership, Path, Rail, Transport
+from xvcomm.abc.transport import Capabilities, Interface, Membership, PairTrial, Path, Rail, Transport
 from xvcomm.backends.tcp import choice, interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
@@ -153,6 +153,9 @@ class TcpTransport(Transport):
 
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         return {} if self.network is None else self.network.probe(members)
+
+    def try_pairs(self, members: Sequence[int]) -> Mapping[int, Sequence[PairTrial]]:
+        return {} if self.network is None else self.network.try_pairs(members)
 
     def rails(self) -> list[Rail]:
         return [] if self.network is None else self.network.rails()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import PeerMemory
@@ -93,6 +93,39 @@ class Path:
     sent: int
     received: int
     losses: int
+
+
+class QueueEnd(NamedTuple):
+    """Where a queue pair of an RDMA device ends.
+
+    Attributes:
+        device: its name.
+        port: number of the device's port.
+        gid: of the port, as an address.
+    """
+
+    device: str
+    port: int
+    gid: str
+
+    def __str__(self) -> str:
+        return f"{self.device} port {self.port}, GID {self.gid}"
+
+
+@dataclass(frozen=True, slots=True)
+class PairTrial:
+    """What came of joining queue pairs of an RDMA device here and of one on another host.
+
+    Attributes:
+        route: whose addresses the devices serve.
+        here, there: their ends; None if a device has not told it.
+        refusal: why they were not joined; empty if they were, and bytes have gone both ways.
+    """
+
+    route: Route
+    here: QueueEnd | None
+    there: QueueEnd | None
+    refusal: str
 
 
 def choose(ours: Sequence[Capabilities], theirs: Sequence[Capabilities]) -> Capabilities:
@@ -264,6 +297,16 @@ class Transport(ABC):
 
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
         """Try every route to ranks of other hosts, without a ring: why each does not work, or nothing. Preferred ones come first.
+
+        Args:
+            members: their numbers in the whole job.
+        """
+        return {}
+
+    def try_pairs(self, members: Sequence[int]) -> Mapping[int, Sequence[PairTrial]]:
+        """Join every RDMA device in use with each of those of ranks of other hosts, without a ring, and part them again.
+
+        Preferred ones come first. Each of these ranks must stay until all have called it.
 
         Args:
             members: their numbers in the whole job.

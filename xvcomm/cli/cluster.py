@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.cli import reach
+from xvcomm.cli import queue_pairs, reach
 from xvcomm.cli.facts import Fact, facts, host_name
 from xvcomm.comm.init import rendezvous
 from xvcomm.config import Config
@@ -75,7 +75,7 @@ def cluster(env: Mapping[str, str], as_json: bool) -> bool:
     try:
         store = PrefixStore("cluster", base)
         reports = _exchange(store, rank, size, config, env, deadline)
-        found = reach.find(PrefixStore("reach", base), rank, size, config, deadline)
+        found = reach.find(PrefixStore("reach", base), rank, size, config, env, deadline)
     finally:
         base.close()
     if found is None:
@@ -159,6 +159,9 @@ def blocked(found: reach.Reach) -> Iterator[Difference]:
     ]
     if lines:
         yield Difference("blocked connections", lines, REMEDY)
+    if refused := list(found.pairs.refusals()):
+        values = [(what, where) for where, what in refused]
+        yield Difference("RDMA devices that form no queue pairs", values, queue_pairs.REMEDY)
     if found.apart():
         pairs = [("do not reach each other", f"{names[here]} and {names[there]}") for here, there in found.apart()]
         yield Difference("hosts", pairs, REMEDY)

@@ -7,7 +7,7 @@ import itertools
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import typer
@@ -17,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.abc.transport import Membership, Transport
+from xvcomm.abc.transport import Membership, PairTrial, Transport
+from xvcomm.cli import queue_pairs
+from xvcomm.cli.queue_pairs import QueuePairs
 from xvcomm.comm.init import rendezvous
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
@@ -40,6 +42,14 @@ class _Place(msgspec.Struct, frozen=True):
     name: str
 
 
+class _Found(msgspec.Struct, frozen=True):
+    """What a rank has found: the routes to a rank of each other host, the RDMA devices tried with it, those of its host."""
+
+    ways: list[tuple[int, list[tuple[Route, str]]]]
+    pairs: list[tuple[int, list[PairTrial]]]
+    devices: queue_pairs.Devices
+
+
 @dataclass(frozen=True)
 class Reach:
     """Who reaches whom.
@@ -47,10 +57,12 @@ class Reach:
     Attributes:
         hosts: their names.
         routes: from a host to another one, by their indices: why each route does not work, or nothing. Preferred ones come first.
+        pairs: which of their RDMA devices form queue pairs.
     """
 
     hosts: list[str]
     routes: dict[tuple[int, int], dict[Route, str]]
+    pairs: QueuePairs = field(default_factory=QueuePairs)
 
     def rails(self, here: int, there: int) -> list[Route]:
         """The connections that one host can make to another, each over interfaces of its own."""
@@ -78,7 +90,7 @@ def reach(env: Mapping[str, str], as_json: bool) -> bool:
     deadline = Deadline.after(config.timeout)
     base = rendezvous(launcher, config, env, deadline)
     try:
-        found = find(PrefixStore("reach", base), launcher.rank, launcher.size, config, deadline)
+        found = find(PrefixStore("reach", base), launcher.rank, launcher.size, config, env, deadline)
     finally:
         base.close()
     if found is None:
@@ -90,28 +102,30 @@ def reach(env: Mapping[str, str], as_json: bool) -> bool:
     return not found.apart()
 
 
-def find(store: Store, rank: int, size: int, config: Config, deadline: Deadline) -> Reach | None:
+def find(
+    store: Store, rank: int, size: int, config: Config, env: Mapping[str, str], deadline: Deadline
+) -> Reach | None:  # fmt: skip
     """Try the routes together with the other ranks; rank 0 gets the result."""
     place = _Place(host_identity(config.shm_dir, config.host), config.host or socket.gethostname())
     store.set(f"place/{rank}", msgspec.msgpack.encode(place), deadline)
     places = [msgspec.msgpack.decode(store.get(f"place/{r}", deadline), type=_Place) for r in range(size)]
     neighbours = sum(other.host == place.host for other in places)
     membership = Membership(
-        rank, size, neighbours, store, lambda rank, why: None, lambda rank: None, None, lambda *_: None
+        rank, size, neighbours, store, lambda rank, why: None, lambda rank: None, None, plugins.cards
     )
     with contextlib.ExitStack() as cleanup:
-        ways = []
+        ways, pairs = [], []
+        partners = _partners(places, rank)
         for usable in filter(lambda found: found.usable, plugins.transports()):
             transport: Transport = usable.load()(config, place.host)
             cleanup.callback(transport.close)
             transport.join(membership)
-            ways += [
-                (member, list(routes.items())) for member, routes in transport.probe(_partners(places, rank)).items()
-            ]
-        store.set(f"ways/{rank}", msgspec.msgpack.encode(ways), deadline)
+            ways += [(member, list(routes.items())) for member, routes in transport.probe(partners).items()]
+            pairs += [(member, list(trials)) for member, trials in transport.try_pairs(partners).items()]
+        mine = _Found(ways, pairs, queue_pairs.devices(config, env))
+        store.set(f"ways/{rank}", msgspec.msgpack.encode(mine), deadline)
         if rank == 0:
-            kind = list[tuple[int, list[tuple[Route, str]]]]
-            found = [msgspec.msgpack.decode(store.get(f"ways/{r}", deadline), type=kind) for r in range(size)]
+            found = [msgspec.msgpack.decode(store.get(f"ways/{r}", deadline), type=_Found) for r in range(size)]
             store.set("over", b"", deadline)
             return _merge(places, found)
         store.get("over", deadline)  # until then the others try to reach this one
@@ -127,21 +141,26 @@ def _partners(places: list[_Place], rank: int) -> list[int]:
     return [ranks[mine.index(rank) % len(ranks)] for ranks in hosts.values()]
 
 
-def _merge(places: list[_Place], found: list[list[tuple[int, list[tuple[Route, str]]]]]) -> Reach:
+def _merge(places: list[_Place], found: list[_Found]) -> Reach:
     """What the ranks have found, by hosts: a route works if it works for all of them."""
     hosts = list(dict.fromkeys(place.host for place in places))
     names = {place.host: place.name for place in places}
     worst: dict[tuple[int, int], dict[tuple[str, str], tuple[Route, str]]] = {
         pair: {} for pair in itertools.permutations(range(len(hosts)), 2)
     }
-    for rank, ways in enumerate(found):
-        for member, routes in ways:
+    for rank, told in enumerate(found):
+        for member, routes in told.ways:
             pair = hosts.index(places[rank].host), hosts.index(places[member].host)
             for route, why in routes:
                 _, known = worst[pair].setdefault((route.local, route.remote), (route, why))
                 if why and not known:
                     worst[pair][route.local, route.remote] = route, why
-    return Reach([names[host] for host in hosts], {pair: dict(routes.values()) for pair, routes in worst.items()})
+    hostnames = [names[host] for host in hosts]
+    pairs = queue_pairs.merge(
+        hostnames, [hosts.index(place.host) for place in places], [rank.pairs for rank in found],
+        [rank.devices for rank in found],
+    )  # fmt: skip
+    return Reach(hostnames, {pair: dict(routes.values()) for pair, routes in worst.items()}, pairs)
 
 
 def _plain(found: Reach) -> dict[str, object]:
@@ -152,6 +171,7 @@ def _plain(found: Reach) -> dict[str, object]:
         "hosts": found.hosts,
         "rails": [told(*pair, route, "") for pair in found.routes for route in found.rails(*pair)],
         "blocked": [told(*pair, route, why) for pair in found.routes for route, why in found.blocked(*pair).items()],
+        "rdma": found.pairs.plain(),
     }
 
 
@@ -177,6 +197,8 @@ def _show(found: Reach, console: Console) -> None:
         if len(blocked) > _LISTED:
             lines.append(f"and {len(blocked) - _LISTED} others; --json lists all")
         console.print(escape("\n".join([*lines, f"Remedy: {REMEDY}"])), highlight=False, soft_wrap=True)
+    for line in found.pairs.lines():
+        console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 def _cell(found: Reach, here: int, there: int) -> str:

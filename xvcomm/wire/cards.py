@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from xvcomm.abc.transport import QueueEnd
 from xvcomm.wire.frames import HEADER
 
 BUFFERS = 64
@@ -120,6 +121,13 @@ class Cards(Protocol):
 
     def reaches(self, address: str) -> bool:
         """Whether a device belongs to the network interface that has this address, and can be used."""
+
+    def end(self, address: str) -> QueueEnd:
+        """Where a queue pair of the interface that has this address would end, if it were made now.
+
+        Raises:
+            ResourceError: no device belongs to the interface at the moment.
+        """
 
     def register(self, address: int, nbytes: int) -> Registered:
         """Let all devices read and write memory, and the other sides' devices write to it.

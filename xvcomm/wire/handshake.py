@@ -21,10 +21,12 @@ SECONDS = 10.0
 """How long a connection may take for it."""
 PROBE = -1
 """Number of a connection that only shows that it can be made; it is refused after the proofs."""
+PROBE_RDMA = -2
+"""Number of a connection over which two queue pairs are joined, tried and given back; see `pair_trials`."""
 _LIMIT = 1 << 10
 _NONCE = 32
 _REFUSAL = 400  # characters
-_VERSION = 5
+_VERSION = 6
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +108,7 @@ class Proven(NamedTuple):
 
     Attributes:
         rank: the other side's, in the whole job.
-        number: of the connection among those on its route, or `PROBE`.
+        number: of the connection among those on its route, or `PROBE`, or `PROBE_RDMA`.
         proof: for `admit`.
         key: of this connection, for TLS.
     """
@@ -122,7 +124,7 @@ async def connect(connection: socket.socket, key: bytes, rank: int, peer: int, n
 
     Args:
         rank, peer: this process and the one that is expected, as numbers of the whole job.
-        number: see `Route`; or `PROBE`.
+        number: see `Route`; or `PROBE`, or `PROBE_RDMA`.
 
     Returns:
         A key of this connection, for TLS.

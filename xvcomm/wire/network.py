@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from xvcomm.abc.transport import Path, Rail
+from xvcomm.abc.transport import PairTrial, Path, Rail
 from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
@@ -24,8 +24,8 @@ from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
-from xvcomm.types.route import Ends, Route
-from xvcomm.wire import handshake
+from xvcomm.types.route import RDMA, Ends, Route
+from xvcomm.wire import handshake, pair_trials
 from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, hang_up
@@ -41,6 +41,8 @@ _SAY_SECONDS = 60.0
 _FLUSH_SECONDS = 1.0
 _PROBES = 128
 """How many routes are tried at once."""
+_PAIR_TRIALS = 32
+"""How many queue pairs are tried at once; one that is not joined takes some seconds."""
 
 
 class Network:
@@ -187,6 +189,24 @@ class Network:
         asyncio.run_coroutine_threadsafe(every(), self._loop).result()
         return found
 
+    def try_pairs(self, ranks: Sequence[int]) -> dict[int, list[PairTrial]]:
+        """See `Transport.try_pairs`."""
+        own, at_once = self._process, asyncio.Semaphore(_PAIR_TRIALS)
+        cards = own.cards
+        if cards is None:
+            return {}
+        routes = {rank: [route for route in own.routes(rank) if route.number == RDMA] for rank in ranks}
+
+        async def every() -> dict[int, list[PairTrial]]:
+            pairs = [(rank, route) for rank, ways in routes.items() for route in ways]
+            tries = (pair_trials.attempt(cards, at_once, own.key, own.rank, rank, route) for rank, route in pairs)
+            found: dict[int, list[PairTrial]] = {rank: [] for rank in routes}
+            for (rank, _), trial in zip(pairs, await asyncio.gather(*tries), strict=True):
+                found[rank].append(trial)
+            return found
+
+        return asyncio.run_coroutine_threadsafe(every(), self._loop).result()
+
     def rails(self) -> list[Rail]:
         """See `Transport.rails`."""
         return [rail for link in list(self._links.values()) for rail in link.state()]
@@ -318,6 +338,10 @@ class Network:
         """Answer a rank of the job; whether its connection has become a rail."""
         if proven.number == handshake.PROBE:
             await handshake.admit(connection, proven.proof, "it was a probe")
+            return False
+        if proven.number == handshake.PROBE_RDMA:
+            await handshake.admit(connection, proven.proof)
+            await pair_trials.answer(self._process.cards, connection)
             return False
         link, both = self._link(proven.rank), ends(connection, proven.number)
         refusal = link.objection(both)

@@ -13,6 +13,7 @@ import numpy as np
 from fabric import Fabric, FakeDevice
 from numba import njit
 
+from xvcomm.abc.transport import QueueEnd
 from xvcomm.errors import ResourceError
 from xvcomm.wire import verbs
 from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Keys, Loopback
@@ -157,6 +158,10 @@ class FakeCards:
     def reaches(self, address: str) -> bool:
         """See `wire.cards.Cards`."""
         return True
+
+    def end(self, address: str) -> QueueEnd:
+        """See `wire.cards.Cards`."""
+        return QueueEnd(f"fake{self._seed}", 1, address)
 
     def register(self, address: int, nbytes: int) -> _Registered:
         """See `wire.cards.Cards`."""
