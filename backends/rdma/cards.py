@@ -23,6 +23,7 @@ from xvcomm.config import Config
 from xvcomm.errors import ResourceError, XvcommError
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
+from xvcomm.trace.snapshot import Grades
 from xvcomm.wire.cards import Keys
 from xvcomm.wire.frames import MAX_DEVICES
 
@@ -184,6 +185,11 @@ class RdmaCards:
 
         far = [Trial(name, "", "", why) for name, why in self._far.items()]
         return [*self._gpu.trials, *far] if self._gpu is not None else far
+
+    @property
+    def grades(self) -> Sequence[Grades]:
+        """See `wire.cards.Cards`."""
+        return self._gpu.grades if self._gpu is not None else ()
 
     def direct(self, nbytes: int, *, producer: bool) -> DirectSlots | None:
         """See `wire.cards.Cards.direct`."""

@@ -19,6 +19,7 @@ from xvcomm.backends.rdma.trials import DIRECT, READS, WRITES, Trial, try_device
 from xvcomm.config import Config
 from xvcomm.errors import XvcommError
 from xvcomm.system.notice import notice
+from xvcomm.trace.snapshot import Grades
 
 
 class DirectMemory:
@@ -54,6 +55,12 @@ class DirectMemory:
     def works(self) -> bool:
         """Whether rings lie there, in any direction."""
         return self.writes or self.reads
+
+    @property
+    def grades(self) -> list[Grades]:
+        """Of each device, as the trace has them."""
+        reached = {(trial.device, trial.direction): trial.grade for trial in self.trials}
+        return [Grades(d.name, reached[d.name, WRITES], reached[d.name, READS]) for d in self._domains]
 
     def slots(self, nbytes: int, *, producer: bool) -> DirectSlots | None:
         """See `wire.cards.Cards.direct`."""

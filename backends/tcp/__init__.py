@@ -21,6 +21,7 @@ from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Answer, Question
+from xvcomm.trace.snapshot import Grades
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 
@@ -156,6 +157,9 @@ class TcpTransport(Transport):
 
     def try_pairs(self, members: Sequence[int]) -> Mapping[int, Sequence[PairTrial]]:
         return {} if self.network is None else self.network.try_pairs(members)
+
+    def grades(self) -> Sequence[Grades]:
+        return () if self._cards is None else self._cards.grades
 
     def rails(self) -> list[Rail]:
         return [] if self.network is None else self.network.rails()

@@ -9,9 +9,10 @@ import job
 import numpy as np
 
 import xvcomm
-from xvcomm.testing import pointtopoint
+from xvcomm.testing import inside, pointtopoint
 from xvcomm.testing.arrays import arrays
-from xvcomm.testing.inside import network
+from xvcomm.trace.snapshot import Grades
+from xvcomm.types.deadline import Deadline
 
 SIZES = (1, 100, 5_000, 300_000)
 ROUNDS = 20
@@ -29,6 +30,15 @@ def exchange(comm):
         np.testing.assert_array_equal(a.get(comm.all_reduce(a.put(mine))), mine + theirs)
 
 
+def check_grades(comm, wanted):
+    """Both ranks know how far the devices of each came with its GPU: this host's by shared memory, the other's by asking."""
+    states = inside.context(comm).session.recorders.snapshot((0, 1), Deadline.after(job.SECONDS)).ranks
+    reached = {"direct": "direct", "refused": "exported"}.get(wanted)
+    expected = tuple(Grades(f"rxe{nic}", reached, reached) for nic in range(2)) if reached else ()
+    assert [states[rank].grades for rank in range(2)] == [expected] * 2, states
+    comm.barrier()
+
+
 def main():
     """Take part, and say what was found."""
     wanted = sys.argv[1]
@@ -38,7 +48,8 @@ def main():
         job.meet(comm)
         before = job.by_scheme(comm, "rdma")
         exchange(comm)
-        assert job.by_scheme(comm, "rdma") - before > ROUNDS * sum(SIZES) // len(SIZES), network(comm).paths()
+        check_grades(comm, wanted)
+        assert job.by_scheme(comm, "rdma") - before > ROUNDS * sum(SIZES) // len(SIZES), inside.network(comm).paths()
     print("all right")
 
 

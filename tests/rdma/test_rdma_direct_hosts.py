@@ -62,7 +62,9 @@ def test_trials_of_memory_that_no_device_reaches(run):
 
 @pytest.mark.parametrize("wanted", ["direct", "refused", "off"])
 def test_job(run, wanted):
-    """Bytes are right with rings in GPU memory, and in host memory where devices do not reach it or a setting wants that."""
+    """Bytes are right with rings in GPU memory, and in host memory where devices do not reach it or a setting wants that. The
+    trace tells of each rank how far the devices came.
+    """
     more = job.settings(next(_ports), XVCOMM_DEVICE="rocm", XVCOMM_DEVICE_DIRECT=str(int(wanted != "off")))
     told = run(FOLDER / "direct_rank.py", wanted, is_open=wanted != "refused", **more)
     assert told.strip() == "all right"

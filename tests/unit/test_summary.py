@@ -6,6 +6,7 @@ import json
 import runpy
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,8 @@ from typer.testing import CliRunner
 
 from xvcomm.cli import app
 from xvcomm.trace.format import Share, State
-from xvcomm.trace.snapshot import Group, Snapshot
-from xvcomm.trace.summary import Lateness, Latest, Rail, Times, summarize
+from xvcomm.trace.snapshot import Grades, Group, Snapshot
+from xvcomm.trace.summary import Device, Lateness, Latest, Rail, Times, summarize
 from xvcomm.types.opcode import OpCode
 
 _made = runpy.run_path(str(Path(__file__).with_name("snapshots.py")))
@@ -119,6 +120,34 @@ def test_bytes_of_connections_count_once_over_time() -> None:
 def test_a_snapshot_without_operations() -> None:
     found = summarize(snapshot({0: []}))
     assert (found.operations, found.lateness, found.latest, found.rails, found.seconds) == ((), (), (), (), 0.0)
+
+
+def with_grades(found: Snapshot, rank: int, *grades: Grades) -> Snapshot:
+    """The same, with what RDMA devices have reached of a rank's GPU."""
+    state = msgspec.structs.replace(found.ranks[rank], grades=grades)
+    return msgspec.structs.replace(found, ranks=found.ranks | {rank: state})
+
+
+def test_grades_of_rdma_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They survive a dump, and are printed also if the ranks have done nothing yet."""
+    monkeypatch.setenv("COLUMNS", "200")
+    grades = Grades("mlx5_0", "direct", "bytes"), Grades("mlx5_1", "exported", "")
+    found = with_grades(snapshot({0: [], 1: []}, hosts="ab"), 1, *grades)
+    assert summarize(found).devices == (
+        Device(1, "node-b", "host", "mlx5_0", "direct", "bytes"), Device(1, "node-b", "host", "mlx5_1", "exported", ""),
+    )  # fmt: skip
+    found.save(tmp_path / "rank-1.xvdump")
+    done = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    words = [tuple(line.replace("│", " ").split()) for line in done.output.splitlines()]
+    assert ("1", "node-b", "host", "mlx5_0", "direct", "bytes") in words
+    assert ("1", "node-b", "host", "mlx5_1", "exported", "none") in words
+    assert "No operations were recorded." in done.output and "Operations" not in done.output
+
+
+def test_without_gpus_no_grades_are_told(taken: Snapshot, tmp_path: Path) -> None:
+    taken.save(tmp_path / "rank-0.xvdump")
+    assert "RDMA" not in CliRunner().invoke(app, ["trace", str(tmp_path)]).output
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Answer, Question
+from xvcomm.trace.snapshot import Grades
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 
@@ -312,6 +313,10 @@ class Transport(ABC):
             members: their numbers in the whole job.
         """
         return {}
+
+    def grades(self) -> Sequence[Grades]:
+        """How far RDMA devices came with the memory of this rank's GPU, once it has joined; none if none was tried."""
+        return ()
 
     def refused(self) -> int:
         """How many connections it has closed that did not prove to belong to the job, or broke its protocol."""

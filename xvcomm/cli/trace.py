@@ -64,21 +64,21 @@ def show(summary: Summary, console: Console) -> None:
     )
     if not summary.operations:
         console.print("No operations were recorded.")
-        return
     for table in _tables(summary):
         console.print(table)
 
 
 def _tables(summary: Summary) -> Iterator[Table]:
-    yield _table(
-        "Operations",
-        ("operation", "by", "calls", "in progress", "failed", "bytes", "time", *_titles("of a call"), "GB/s"),
-        (
-            (row.op, row.way, str(row.done), _count(row.running), _count(row.failed), size_text(row.nbytes), _time(row.seconds),
-             *_cells(row.times), _rate(row.nbytes, row.seconds))
-            for row in summary.operations
-        ),
-    )  # fmt: skip
+    if summary.operations:
+        yield _table(
+            "Operations",
+            ("operation", "by", "calls", "in progress", "failed", "bytes", "time", *_titles("of a call"), "GB/s"),
+            (
+                (row.op, row.way, str(row.done), _count(row.running), _count(row.failed), size_text(row.nbytes),
+                 _time(row.seconds), *_cells(row.times), _rate(row.nbytes, row.seconds))
+                for row in summary.operations
+            ),
+        )  # fmt: skip
     if summary.lateness:
         worst = sorted(summary.lateness, key=lambda row: (-row.awaited, row.rank))[:_RANKS]
         more = f", the {_RANKS} worst" if len(summary.lateness) > _RANKS else ""
@@ -111,6 +111,15 @@ def _tables(summary: Summary) -> Iterator[Table]:
                 for row in summary.rails
             ),
         )  # fmt: skip
+    if summary.devices:
+        yield _table(
+            "RDMA devices and GPU memory (docs/rdma.md explains the grades)",
+            ("rank", "host", "GPU", "device", "writes", "reads"),
+            (
+                (str(row.rank), row.hostname, row.gpu, row.device, row.writes or "none", row.reads or "none")
+                for row in summary.devices
+            ),
+        )
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:

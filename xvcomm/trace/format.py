@@ -1,8 +1,8 @@
 """The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
 
 A region belongs to one rank: a header of 128 bytes (`Life`; number of records written so far; when the rank's stack was asked for
-last), then GROUPS places for its communicators (see `groups`), each as long as a record, then records in a circle: `Record`'s
-fields in order, words of 64 bits and the text of the call site.
+last), then PLACES for its communicators (see `groups`) and RDMA devices (see `grades`), each as long as a record, then records in
+a circle: `Record`'s fields in order, words of 64 bits and the text of the call site.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from xvcomm.types.opcode import OpCode
 HEADER_BYTES = 128
 GROUPS = 32
 """Most communicators of a rank whose names and ranks other processes can read."""
+NICS = 8
+"""Most RDMA devices of a rank whose grades other processes can read."""
+PLACES = GROUPS + NICS
 CALL_SITE_BYTES = 48
 
 
@@ -98,7 +101,7 @@ class Topic(enum.IntEnum):
     RECORDS = 0
     """The newest of a flight recorder."""
     GROUPS = 1
-    """The places of a flight recorder's communicators."""
+    """The places of a flight recorder's communicators, and of RDMA devices behind them."""
     TAKE_STACK = 2
     """Nothing; the process writes the stacks of its Python threads to memory, soon afterwards."""
     STACK = 3
@@ -154,7 +157,7 @@ _RECORD = struct.Struct(f"<{len(WORDS)}q{CALL_SITE_BYTES}s")
 RECORD_BYTES = _RECORD.size
 STACK_NANOSECONDS = 500_000_000
 """For how long a stack is not asked for again: who reads it meanwhile must find it whole."""
-RECORDS_AT = HEADER_BYTES + GROUPS * RECORD_BYTES
+RECORDS_AT = HEADER_BYTES + PLACES * RECORD_BYTES
 """Where the records begin in a region."""
 
 

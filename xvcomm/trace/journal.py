@@ -10,12 +10,12 @@ import time
 
 import msgspec
 
-from xvcomm.trace import groups
+from xvcomm.trace import grades, groups
 from xvcomm.trace.format import read_history, read_life, read_written, region_bytes
 from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.topology import RankInfo
 
-MAGIC = b"xvcomm journal 1"
+MAGIC = b"xvcomm journal 2"
 _HEAD = struct.Struct(f"<{len(MAGIC)}sq")
 _ALIGNED = 128
 
@@ -84,7 +84,9 @@ def state(region: memoryview, wanted: int | None = None) -> RankState:
     """What a rank does, to all the records kept or so many of the newest."""
     records = tuple(read_history(region, wanted))
     dropped = read_written(region) - len(records)
-    return RankState(read_life(region), groups=groups.read(region), records=records, dropped=dropped)
+    return RankState(
+        read_life(region), groups=groups.read(region), records=records, dropped=dropped, grades=grades.read(region)
+    )
 
 
 def _begin(length: int) -> int:

@@ -20,15 +20,15 @@ from xvcomm.jit.compile import brief, compiling
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.system.stacks import SIGNAL, StackFile
-from xvcomm.trace import groups
+from xvcomm.trace import grades, groups
 from xvcomm.trace.counters import Counters, count_begin, count_end
 from xvcomm.trace.format import (
     CALL_SITE_BYTES,
     DONE,
-    GROUPS,
     HEAD_WORDS,
     HEADER_BYTES,
     ITSELF,
+    PLACES,
     POSTED,
     RECORD_BYTES,
     RECORDS_AT,
@@ -41,7 +41,7 @@ from xvcomm.trace.format import (
     read_history,
     read_record,
 )
-from xvcomm.trace.snapshot import Group
+from xvcomm.trace.snapshot import Grades, Group
 
 hooks: list[Callable[[Record], None]] = []
 """Called with each finished operation's record, on the thread that ran it. Append to it; keep it quick."""
@@ -133,7 +133,7 @@ def extent(handle, topic, index, count):  # type: ignore[no-untyped-def]
     """Number of the first part of an answer, and the number behind the last one: at most `count`, of records the newest."""
     writer = _writer_at(handle)
     if topic == _OF_GROUPS:
-        return 0, min(GROUPS, count)
+        return 0, min(PLACES, count)
     if topic == _TAKE_STACK:
         _take_stack(writer)
         return 0, 0
@@ -215,6 +215,11 @@ class Recorder:
         """A communicator is closed."""
         with contextlib.suppress(ValueError):  # closed
             groups.erase(self._memory, ident)
+
+    def note_grades(self, found: Sequence[Grades]) -> None:
+        """Let other processes know how far RDMA devices came with this rank's GPU, as far as there is room. Called once."""
+        with contextlib.suppress(ValueError):  # closed
+            grades.write(self._memory, found)
 
     def count(self, counters: Counters | None) -> None:
         """Add all operations to these counters from now on; None ends that."""

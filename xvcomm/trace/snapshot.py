@@ -32,6 +32,19 @@ class Group(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Grades(msgspec.Struct, frozen=True):
+    """How far an RDMA device came with the memory of the rank's GPU, as `backends.rdma.trials` has tried it.
+
+    Attributes:
+        device: its name.
+        writes, reads: the last grade that it reached in each direction; empty if none.
+    """
+
+    device: str
+    writes: str
+    reads: str
+
+
 class RankState(msgspec.Struct, frozen=True):
     """One rank.
 
@@ -43,6 +56,7 @@ class RankState(msgspec.Struct, frozen=True):
         groups: its open communicators.
         records: the newest of its flight recorder, oldest first, by its own clock.
         taken: when this was read, in nanoseconds since the epoch by its own clock; 0: when the snapshot was taken.
+        grades: of the RDMA devices that were tried with its GPU; empty in dumps of before there were any.
         dropped: how many older records there were, which the flight recorder has overwritten.
         ahead: nanoseconds by which its host's clock is ahead of the reader's.
         stack: of its main thread, as `faulthandler` writes it, the newest call first; empty if it was not asked for.
@@ -58,6 +72,7 @@ class RankState(msgspec.Struct, frozen=True):
     ahead: int = 0
     stack: str = ""
     dropped: int = 0
+    grades: tuple[Grades, ...] = ()
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -98,6 +98,22 @@ class Rail(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class Device(msgspec.Struct, frozen=True):
+    """How far an RDMA device came with the memory of a rank's GPU.
+
+    Attributes:
+        gpu: the rank's kind of device.
+        device, writes, reads: see `Grades`.
+    """
+
+    rank: int
+    hostname: str
+    gpu: str
+    device: str
+    writes: str
+    reads: str
+
+
 class Summary(msgspec.Struct, frozen=True):
     """Everything.
 
@@ -115,6 +131,7 @@ class Summary(msgspec.Struct, frozen=True):
     lateness: tuple[Lateness, ...]
     latest: tuple[Latest, ...]
     rails: tuple[Rail, ...]
+    devices: tuple[Device, ...] = ()
 
 
 def summarize(snapshot: Snapshot) -> Summary:
@@ -126,7 +143,7 @@ def summarize(snapshot: Snapshot) -> Summary:
     return Summary(
         snapshot.job, len(snapshot.ranks), len(snapshot.infos), _seconds(snapshot.taken - start),
         tuple(_operations(every)), tuple(_lateness(snapshot, met)), tuple(_latest(met, known)),
-        tuple(_rails(snapshot, every)),
+        tuple(_rails(snapshot, every)), tuple(_devices(snapshot)),
     )  # fmt: skip
 
 
@@ -201,6 +218,13 @@ def _rails(snapshot: Snapshot, every: Iterable[Span]) -> Iterable[Rail]:
             busy[rail].append((span.begin, span.end))
     for rail in sorted(busy):
         yield Rail(*rail, sent[rail], received[rail], _seconds(_covered(busy[rail])))
+
+
+def _devices(snapshot: Snapshot) -> Iterable[Device]:
+    for info in snapshot.infos:
+        state = snapshot.ranks.get(info.rank)
+        for one in state.grades if state is not None else ():
+            yield Device(info.rank, info.hostname, info.device, one.device, one.writes, one.reads)
 
 
 def _covered(intervals: Iterable[tuple[int, int]]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from xvcomm.abc.transport import QueueEnd
+from xvcomm.trace.snapshot import Grades
 from xvcomm.wire.frames import HEADER
 
 BUFFERS = 64
@@ -118,6 +119,10 @@ class Cards(Protocol):
     @property
     def has_direct(self) -> bool:
         """Whether all of them can read the memory of this process's GPU, or write to it."""
+
+    @property
+    def grades(self) -> Sequence[Grades]:
+        """How far each device came with the memory of this process's GPU, if it was tried."""
 
     def reaches(self, address: str) -> bool:
         """Whether a device belongs to the network interface that has this address, and can be used."""

@@ -79,6 +79,7 @@ def share_journal(
         with contextlib.suppress(OSError):  # errors can do without stacks
             stacks = StackFile.take()
         session.journal.open(segment, session.rank, stacks)
+        session.journal.recorder.note_grades([grade for t in session.transports for grade in t.grades()])
         try:
             yield
         finally:

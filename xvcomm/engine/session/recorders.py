@@ -12,8 +12,8 @@ from xvcomm.engine.session.joining import Joining
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.reach import Reach
 from xvcomm.system import processes, stacks
-from xvcomm.trace import groups
-from xvcomm.trace.format import GROUPS, Life, Question, Topic
+from xvcomm.trace import grades, groups
+from xvcomm.trace.format import GROUPS, PLACES, Life, Question, Topic
 from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.deadline import Deadline
 
@@ -108,26 +108,18 @@ class Recorders:
     def _answered(self, ranks: list[int], deadline: Deadline) -> dict[int, RankState]:
         """What ranks tell themselves."""
         found = self.newest(ranks, deadline, _RECORDS)
-        of = self._reach.ask(list(found), Question(Topic.GROUPS, GROUPS), deadline)
-        return {
-            rank: msgspec.structs.replace(state, groups=groups.parse_all(of[rank].parts)) if rank in of else state
-            for rank, state in found.items()
-        }
+        of = self._reach.ask(list(found), Question(Topic.GROUPS, PLACES), deadline)
+        return {rank: _placed(state, of[rank].parts) if rank in of else state for rank, state in found.items()}
 
     def _of_neighbour(self, asked: int, index: int, deadline: Deadline) -> RankState | None:
         records, places = (
             self._reach.ask([asked], Question(topic, most, index), deadline).get(asked)
-            for topic, most in ((Topic.RECORDS, _RECORDS), (Topic.GROUPS, GROUPS))
+            for topic, most in ((Topic.RECORDS, _RECORDS), (Topic.GROUPS, PLACES))
         )
         if records is None or places is None:
             return None
-        return RankState(
-            records.life,
-            answered=False,
-            groups=groups.parse_all(places.parts),
-            records=records.records(),
-            ahead=records.ahead,
-        )
+        state = RankState(records.life, answered=False, records=records.records(), ahead=records.ahead)
+        return _placed(state, places.parts)
 
     def take_stacks(self, snapshot: Snapshot, ranks: Collection[int], deadline: Deadline) -> Snapshot:
         """The same with the stacks of ranks' main threads, as far as they arrive in time."""
@@ -178,3 +170,9 @@ class Recorders:
         if not found.records:
             return f"{stopped}it had not called any operation"
         return f"{stopped}its last operation: {found.records[-1].describe()}"
+
+
+def _placed(state: RankState, places: Sequence[bytes]) -> RankState:
+    """A rank's state with what its places tell."""
+    of_groups, of_devices = places[:GROUPS], places[GROUPS:]
+    return msgspec.structs.replace(state, groups=groups.parse_all(of_groups), grades=grades.parse_all(of_devices))
