@@ -1,8 +1,11 @@
-"""Device-Direct between two hosts with Soft-RoCE, whose GPUs are the stand-in's: trials, and rings in their memory."""
+"""Device-Direct between two hosts with Soft-RoCE, whose GPUs are the stand-in's: trials, rings in their memory, and a
+training whose activations or gradients go through these.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -68,3 +71,14 @@ def test_job(run, wanted):
     more = job.settings(next(_ports), XVCOMM_DEVICE="rocm", XVCOMM_DEVICE_DIRECT=str(int(wanted != "off")))
     told = run(FOLDER / "direct_rank.py", wanted, is_open=wanted != "refused", **more)
     assert told.strip() == "all right"
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)], ids=["stages", "replicas"])
+def test_losses(run, pp, dp):
+    """The trainer of examples/ has the same losses with rings in GPU memory as with rings in host memory, and as one process."""
+    direct, on_host, alone = json.loads(run(FOLDER / "train_rank.py", pp, dp, next(_ports), next(_ports), is_open=True))
+    assert direct == on_host and len(direct) == 3 and direct[-1] < direct[0]
+    if pp > 1:
+        assert direct == alone
+    else:  # the gradients' mean is added up in another order
+        assert direct == pytest.approx(alone, rel=1e-5)
