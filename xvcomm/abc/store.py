@@ -143,6 +143,15 @@ class Store(ABC):
         """
         return None
 
+    def posted(self, place: str, read: int) -> list[bytes]:
+        """The notices in `place` after the first `read` ones, for a process that does not follow them. Does not wait for any.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        return []
+
     def ended(self, addresses: Collection[str]) -> list[str]:
         """Those addresses of `Standby`s at which nothing listens any more: their processes have ended, or have closed them.
 
@@ -209,6 +218,9 @@ class ForwardingStore(Store):
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         return self._store.notices(self._key(place), will, silence, patience)
+
+    def posted(self, place: str, read: int) -> list[bytes]:
+        return self._store.posted(self._key(place), read)
 
     def give_up(self) -> None:
         self._store.give_up()

@@ -60,8 +60,7 @@ class Attempt:
         self._lost, self._unreachable, self._over = lost, unreachable, False
         self._kept = contextlib.ExitStack()
         self._growth = Growth(offer.numbers, applications, self._check)
-        place = f"grown/{offer.token}"
-        self._place = GuardedStore(place, applications.store, lambda: None, lambda: self._unreachable())
+        self._place = GuardedStore(_part(offer.token), applications.store, lambda: None, lambda: self._unreachable())
 
     def run(self) -> Context | Failure:
         """The grown job's communicator; or why there is none, if that is not this process's own failure, which is raised."""
@@ -181,6 +180,11 @@ class Attempt:
         return Deadline.after(max(self._deadline.left(), _SETTLE_SECONDS))
 
 
+def _part(token: str) -> str:
+    """The part of the store that a grown job uses, by the token of the attempt to make it."""
+    return f"grown/{token}"
+
+
 class Growing:
     """Takes processes that have applied into a job, together with all its ranks.
 
@@ -238,7 +242,7 @@ class Growing:
         offers = {each: msgspec.structs.replace(offer, rank=rank) for rank, each in new.items()}
         withdrawn = dict[int, str]()
         attempt = Attempt(
-            offer, session.applications.following(applied), session.config, joining,
+            offer, session.applications.following(applied, _part(token)), session.config, joining,
             partial(self._lost, old, new, withdrawn), session.check_store,
         )  # fmt: skip
         session.applications.joining = True
@@ -303,7 +307,8 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
             offer = application.answer(deadline)
             # As long as the members wait, so that this one's own time decides nothing for them.
             joining = Deadline.after(offer.seconds)
-            attempt = Attempt(offer, Applications(store, config, offer.applied, runs=False), config, joining)
+            applications = Applications(store, config, offer.applied, part=_part(offer.token), runs=False)
+            attempt = Attempt(offer, applications, config, joining)
             made = attempt.run()
             if isinstance(made, Context):
                 attempt.keep(on_close)

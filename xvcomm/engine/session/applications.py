@@ -13,8 +13,9 @@ import msgspec
 
 from xvcomm.abc.store import NotSet, PrefixStore, Standby, Store
 from xvcomm.config import Config
-from xvcomm.engine.session.joining import host_identity
+from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.presence import Presence
+from xvcomm.engine.session.remaining import JobRanks, Remaining
 from xvcomm.engine.session.succession import spare_ports
 from xvcomm.errors import Aborted, DeadlineExceeded, XvcommError
 from xvcomm.rendezvous.store.guarded import GuardedStore
@@ -67,7 +68,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
-_ENDED = "ended"
+_ENDED, _RANKS = "ended", "ranks"
 _decode_applicant = msgspec.msgpack.Decoder(Applicant).decode
 _decode_offer = msgspec.msgpack.Decoder(Offer).decode
 
@@ -82,14 +83,15 @@ class Applications:
     Args:
         store: in which the job has begun.
         applied: the number of applications that were decided before this rank has joined.
+        part: of the store that the job uses; empty if it uses all of it.
         runs: whether the job runs; else `begin` says that it does.
     """
 
-    def __init__(self, store: Store, config: Config, applied: int = 0, *, runs: bool = True) -> None:
-        self.store, self._config, self._runs = store, config, runs
+    def __init__(self, store: Store, config: Config, applied: int = 0, *, part: str = "", runs: bool = True) -> None:
+        self.store, self._config, self._part, self._runs = store, config, part, runs
         self._place, self._applied, self.joining = PrefixStore("applying", store), applied, False
         self._failed: dict[Applicant, Offer] = {}
-        self._closed = False
+        self._closed = self._leads = False
 
     def count(self, deadline: Deadline) -> int:
         """How many wait, those among them that have ended meanwhile; one request to the store."""
@@ -141,13 +143,25 @@ class Applications:
         """
         self._applied, self._failed = applied, dict(failed)
 
-    def following(self, applied: int) -> Applications:
-        """Those to the job that this one is to grow into, after so many were decided."""
-        return Applications(self.store, self._config, applied, runs=False)
+    def following(self, applied: int, part: str) -> Applications:
+        """Those to the job that this one is to grow into, after so many were decided; see the constructor."""
+        return Applications(self.store, self._config, applied, part=part, runs=False)
+
+    def meet(self, rank: int, joined: Sequence[Joining]) -> None:
+        """This rank knows all ranks of the job."""
+        self._ranks = JobRanks(joined[0].job, self._part, {})
+        for each in joined:
+            self._ranks.bytes.setdefault(each.info.host, {})[each.info.rank] = each.byte
+        self._leads = rank == 0
+        if self._runs:
+            self.begin()
 
     def begin(self) -> None:
-        """The job runs: when all its ranks have left, it has ended."""
+        """The job runs: when all its ranks have left, it has ended. Rank 0 tells those that wait which ones these are."""
         self._runs = True
+        if self._leads:
+            with contextlib.suppress(XvcommError):
+                self._place.set(_RANKS, msgspec.msgpack.encode(self._ranks), Deadline.after(_SETTLE_SECONDS))
 
     def close(self) -> None:
         """No rank of this job takes processes in any more: it has grown into another one, or the store is lost."""
@@ -224,6 +238,7 @@ class Application:
                 presence.byte, self._standby.address if self._standby is not None else "", number,
             )  # fmt: skip
             self._name, self._entry = number, f"applicant/{number}"
+            self._remaining = Remaining(store, f"applying/{_RANKS}", config, self._left)
             place.set(self._entry, msgspec.msgpack.encode(mine), deadline)
         except BaseException:
             self.close()
@@ -244,6 +259,10 @@ class Application:
                 self._place, self._entry
             ):  # a folder is removed with the job
                 raise self._refused("the job has ended")
+            if self._remaining.over():
+                raise self._refused(
+                    "the job has ended, all its ranks have died or left; start the whole job again, without XVCOMM_REJOIN"
+                )
             if deadline.expired():
                 offer = self._withdraw()
                 if offer is not None:
@@ -253,6 +272,9 @@ class Application:
                     "XVCOMM_REJOIN_TIMEOUT lets this one wait longer",
                     rank=self._rank, op="init",
                 )  # fmt: skip
+
+    def _left(self, job: str, rank: int) -> bool:
+        return _is_set(self._place, f"left/{job}/{rank}")
 
     def _accepted(self, offer: Offer) -> Offer:
         self._answered = True

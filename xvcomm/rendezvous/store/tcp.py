@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import socket
@@ -103,6 +104,13 @@ class TcpStore(Store):
         request = protocol.Will(place, will, following.left, silence, patience)
         self._ask(link, protocol.encode(request), deadline, "leave a will")
         return following
+
+    def posted(self, place: str, read: int) -> list[bytes]:
+        found: list[bytes] = []
+        with contextlib.suppress(NotSet):
+            while True:
+                found.append(self.get(f"{place}/{read + len(found) + 1}", Deadline.after(0)))
+        return found
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return ended(addresses)
