@@ -105,6 +105,13 @@ class TcpStore(Store):
         self._ask(link, protocol.encode(request), deadline, "leave a will")
         return following
 
+    def decide_at_end(self, key: str, value: bytes) -> Callable[[], None]:
+        """See `Store.decide_at_end`; uses a connection of its own until the key is decided."""
+        deadline, what = Deadline.after(ANSWER_SECONDS), f"prepare {key!r}"
+        link = self._take(deadline, what)
+        self._ask(link, protocol.encode(protocol.DecideAtEnd(key, value)), deadline, what)
+        return partial(self._give_back, link)
+
     def posted(self, place: str, read: int) -> list[bytes]:
         found: list[bytes] = []
         with contextlib.suppress(NotSet):
