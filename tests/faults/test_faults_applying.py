@@ -64,6 +64,41 @@ def test_a_newcomer_that_is_stopped(tmp_path):
         restarted(world, (1,), go_on_without, file, join=stop_when_taken_in, joining=(file,))
 
 
+def go_on_without_many(comm, folder):
+    """However many are stopped, they cost one part of the time."""
+    left = lose(comm, range(2, comm.size))
+    made, seconds = take_in(left, comm.size - 2, timeout=12.0)
+    assert 5.0 < seconds < 11.0
+    works(made, left.job_ranks)
+    if made.rank == 0:
+        for file in folder.iterdir():
+            os.kill(int(file.name), signal.SIGCONT)
+    made.barrier()
+    made.close()
+
+
+def stop_together(folder):
+    """One is named by all, the others are refused."""
+    real = applications.Application.answer
+
+    def answer(self, deadline):
+        found = real(self, deadline)
+        (folder / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return found
+
+    with (
+        mock.patch.object(applications.Application, "answer", answer),
+        pytest.raises((Aborted, DeadlineExceeded), match=r"did not (answer|join as rank \d+) .*in time"),
+    ):
+        xvcomm.init()
+
+
+def test_many_newcomers_are_stopped(tmp_path):
+    with World(8) as world:
+        restarted(world, tuple(range(2, 8)), go_on_without_many, tmp_path, join=stop_together, joining=(tmp_path,))
+
+
 def go_on_after_a_failed_attempt(comm):
     """One newcomer dies while the ranks wait for it, and another one has just applied: it waits for the next `grow`."""
     left = lose(comm, (1, 3))

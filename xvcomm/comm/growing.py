@@ -14,7 +14,7 @@ from xvcomm.abc.store import NotSet, Store
 from xvcomm.comm.shrinking import Shrinking
 from xvcomm.config import Config
 from xvcomm.engine.context import Context
-from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered, renamed
+from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.session.survivors import Decision
 from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
@@ -27,6 +27,8 @@ _APPLICANTS_SECONDS = 0.3
 _GROWN = "on a communicator of a job that has grown; make it anew by split() of what grow() returned"
 _SHARE = 0.5
 """The part of the time that is left in which newcomers must join; in the rest the members go on without one that does not."""
+_AGAIN_SECONDS = 3.0
+"""How long newcomers may take to apply again after an attempt that failed; the next one goes on without those that do not."""
 _SETTLE_SECONDS = 2.0
 """How long the store may take to keep the outcome after the deadline, since the others are to learn of it."""
 
@@ -264,11 +266,13 @@ class Growing:
             return made
         session.applications.joining = False
         if made.peer in new:
-            return [
-                msgspec.structs.replace(each, name=renamed(each.name, token))
-                for rank, each in new.items()
-                if rank != made.peer
-            ]
+            left = [each for rank, each in new.items() if rank != made.peer]
+            again = Deadline.after(min(_AGAIN_SECONDS, deadline.left() * _SHARE))
+            try:
+                return session.applications.again(left, token, again, session.check_store)
+            except BaseException:
+                session.applications.note(applied, offers)
+                raise
         session.applications.note(applied, offers)
         error = made.error()
         error.rank, error.peer, error.op = session.rank, old.get(made.peer) if made.peer is not None else None, "grow"
@@ -313,4 +317,4 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
             if isinstance(made, Context):
                 attempt.keep(on_close)
                 return made
-            application.again(offer.token)
+            application.again(offer.token, deadline)

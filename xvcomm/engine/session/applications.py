@@ -71,6 +71,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 _ENDED, _RANKS = "ended", "ranks"
 _decode_applicant = msgspec.msgpack.Decoder(Applicant).decode
 _decode_offer = msgspec.msgpack.Decoder(Offer).decode
+_decode_names = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class Applications:
@@ -130,6 +131,36 @@ class Applications:
         """Answer an applicant that all members have agreed on, unless another rank has done so; whether it still waits."""
         mine = msgspec.msgpack.encode(offer)
         return not _decode_offer(self._place.decide(f"answer/{applicant.name}", mine, deadline)).refusal
+
+    def again(
+        self, applicants: Sequence[Applicant], token: str, deadline: Deadline, check: Callable[[], None]
+    ) -> list[Applicant]:
+        """Those that have applied again at the deadline, after an attempt that failed; sooner if all have. Others are refused.
+
+        The store keeps one decision for all members.
+
+        Args:
+            token: of the attempt.
+            check: see `GuardedStore`.
+        """
+        if not applicants:
+            return []
+        place = GuardedStore("applying", self.store, check, check)
+        names = {each: renamed(each.name, token) for each in applicants}
+        awaited = list(applicants)
+        while awaited:
+            try:
+                keys = [f"again/{names[each]}" for each in awaited]
+                place.wait(keys, Deadline.after(deadline.sooner(_LOOK_SECONDS)))
+                break
+            except NotSet:
+                ended = self.ended(awaited)
+                awaited = [] if deadline.expired() else [each for each in awaited if each not in ended]
+        came, settling = [n for n in names.values() if _is_set(place, f"again/{n}")], Deadline.after(_LEAVE_SECONDS)
+        decided = _decode_names(place.decide(f"again/{token}", msgspec.msgpack.encode(came), settling))
+        for name in set(names.values()).difference(decided):
+            self.refuse(name, "it did not answer the ranks of the job in time; start it again", settling)
+        return [msgspec.structs.replace(each, name=name) for each, name in names.items() if name in decided]
 
     def refuse(self, name: str, why: str, deadline: Deadline) -> None:
         """Answer an application that comes to nothing."""
@@ -285,9 +316,10 @@ class Application:
     def _refused(self, why: str) -> Aborted:
         return Aborted(f"this process cannot join: {why}", rank=self._rank, op="init")
 
-    def again(self, token: str) -> None:
+    def again(self, token: str, deadline: Deadline) -> None:
         """Apply once more, after an attempt failed that others have ended."""
         self._name, self._answered = renamed(self._name, token), False
+        self._place.set(f"again/{self._name}", b"", deadline)
 
     def _withdraw(self) -> Offer | None:
         """Say that this process waits no more; what the members have offered meanwhile, if they have."""
