@@ -106,6 +106,19 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
+    def has(self, key: str) -> bool:
+        """Whether `key` is set.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        try:
+            self.wait([key], Deadline.after(0))
+        except NotSet:
+            return False
+        return True
+
     @abstractmethod
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back; `get` returns its decimal digits.

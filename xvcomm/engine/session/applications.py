@@ -156,7 +156,7 @@ class Applications:
             except NotSet:
                 ended = self.ended(awaited)
                 awaited = [] if deadline.expired() else [each for each in awaited if each not in ended]
-        came, settling = [n for n in names.values() if _is_set(place, f"again/{n}")], Deadline.after(_LEAVE_SECONDS)
+        came, settling = [n for n in names.values() if place.has(f"again/{n}")], Deadline.after(_LEAVE_SECONDS)
         decided = _decode_names(place.decide(f"again/{token}", msgspec.msgpack.encode(came), settling))
         for name in set(names.values()).difference(decided):
             self.refuse(name, "it did not answer the ranks of the job in time; start it again", settling)
@@ -220,7 +220,7 @@ class Applications:
 
     def _waits(self, name: str) -> bool:
         """Whether an application is without an answer, and not withdrawn."""
-        return not _is_set(self._place, f"answer/{name}")
+        return not self._place.has(f"answer/{name}")
 
     def _counted(self, deadline: Deadline) -> int:
         try:
@@ -286,9 +286,7 @@ class Application:
             with contextlib.suppress(NotSet):
                 soon = Deadline.after(deadline.sooner(_LOOK_SECONDS))
                 return self._accepted(_decode_offer(self._place.get(f"answer/{self._name}", soon)))
-            if _is_set(self._place, _ENDED) or not _is_set(
-                self._place, self._entry
-            ):  # a folder is removed with the job
+            if self._place.has(_ENDED) or not self._place.has(self._entry):  # a folder is removed with the job
                 raise self._refused("the job has ended")
             if self._remaining.over():
                 raise self._refused(
@@ -305,7 +303,7 @@ class Application:
                 )  # fmt: skip
 
     def _left(self, job: str, rank: int) -> bool:
-        return _is_set(self._place, f"left/{job}/{rank}")
+        return self._place.has(f"left/{job}/{rank}")
 
     def _accepted(self, offer: Offer) -> Offer:
         self._answered = True
@@ -336,14 +334,6 @@ class Application:
             self._withdraw()
         if self._standby is not None:
             self._standby.close()
-
-
-def _is_set(place: Store, key: str) -> bool:
-    try:
-        place.wait([key], Deadline.after(0))
-    except NotSet:
-        return False
-    return True
 
 
 def renamed(name: str, token: str) -> str:
