@@ -17,7 +17,7 @@ import pytest
 SHIM, RXE = (Path(__file__).resolve().parents[1] / "shims" / name for name in ("verbs", "rxe"))
 sys.path[:0] = [str(Path(__file__).parent), str(SHIM)]  # for the modules beside this one, and the fake provider's
 
-ME, PORT, SECONDS = int(os.environ.get("HOST_INDEX", "-1")), 7000, 60
+ME, PORT, SECONDS = int(os.environ.get("HOST_INDEX", "-1")), 7000, 180
 
 
 def pytest_collection_modifyitems(items):

@@ -9,7 +9,7 @@ import numpy as np
 
 from xvcomm.testing.inside import network
 
-SECONDS = 60
+SECONDS = 180
 
 
 def settings(port, **more):

@@ -1,4 +1,4 @@
-"""Runs a command on two hosts with RDMA NICs: `python tests/shims/rxe/run.py [--timeout 600] [--writable FOLDER] -- COMMAND...`
+"""Runs a command on two hosts with RDMA NICs: `python tests/shims/rxe/run.py [--timeout 900] [--writable FOLDER] -- COMMAND...`
 
 Its exit status is the worst of the two hosts'. Where this machine cannot build the hosts it says why, and ends with 0.
 """
@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nics", type=int, default=2, help="of each host")
     parser.add_argument("--cpus", type=int, default=1, help="of each host; more than 1 only helps on 4 cores and more")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds, without those of building")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds, without those of building")
     parser.add_argument(
         "--writable", type=Path, action="append", default=[], help="folder that keeps what is written to it"
     )
