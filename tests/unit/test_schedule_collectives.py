@@ -217,19 +217,18 @@ def test_messages_of_two_segments_between_the_same_ranks_stay_in_order() -> None
     check(replace(make(Collective.ALL_REDUCE, topology, "uint8", 33, [], 0), segment=16))
 
 
-@given(
-    topologies(), st.integers(0, 300), st.sampled_from(((0, False), (24, False), (0, True))), st.integers(0, 1 << 30)
-)
+@given(topologies(), st.integers(0, 300), st.sampled_from((0, 24)), st.data(), st.integers(0, 1 << 30))
 @settings(max_examples=80, deadline=None)
 def test_all_reduce_gives_the_same_bits_on_every_rank(
-    topology: Topology, count: int, how: tuple[int, bool], seed: int
+    topology: Topology, count: int, segment: int, more: st.DataObject, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     inputs = [
         (random.standard_normal(count) * 10.0 ** random.integers(-6, 6)).astype("f4") for _ in range(topology.size)
     ]
     request = Request(Collective.ALL_REDUCE, 4, count=count)
-    case = Case(topology, uniform(topology, request), inputs, *how)
+    way = more.draw(st.sampled_from(exchanges(segment)))
+    case = Case(topology, uniform(topology, request), inputs, segment, way)
     first, *others = runs(case)
     np.testing.assert_allclose(first[0], np.sum(inputs, axis=0, dtype="f8"), rtol=1e-4, atol=10)
     for results in [first, *others]:
