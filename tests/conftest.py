@@ -87,8 +87,9 @@ TOGETHER = ("tests/adapters/jax", "tests/adapters/torch")
 
 SLOWEST = (
     "tests/adapters/torch", "tests/adapters/jax", "tests/conformance/test_rocm.py", "tests/conformance/test_train.py",
-    "xvcomm/testing/test_collectives.py", "tests/adapters/torch_suite/test_torch_suite.py",
-    "tests/hosts/test_hosts_faults.py", "tests/hosts/test_hosts_networks.py", "tests/hosts/test_hosts_starts.py",
+    "xvcomm/testing/test_collectives.py", "tests/conformance/test_certify.py",
+    "tests/adapters/torch_suite/test_torch_suite.py", "tests/hosts/test_hosts_faults.py",
+    "tests/hosts/test_hosts_networks.py", "tests/hosts/test_hosts_starts.py",
     "tests/hosts/test_hosts_namespaces.py", "tests/conformance/test_benchmark_paper.py", "xvcomm/testing/test_adapter.py",
     "tests/conformance/test_benchmark_gpu.py", "tests/unit/test_schedule_collectives.py",
     "xvcomm/testing/test_pointtopoint.py",
