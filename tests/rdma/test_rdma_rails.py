@@ -136,7 +136,8 @@ def test_late_writes_find_slots_of_their_own(make):
     with ThreadPoolExecutor(2) as pool:
         receiver = pool.submit(receive)
         sender = pool.submit(lambda: [put(hosts.devices[0], producer, data, n) for n, data in enumerate(sent)])
-        until(lambda: here.fake.record.posted - before >= 8)  # the first message's WRITEs are under way
+        until(lambda: here.fake.record.posted - before >= 8)
+        time.sleep(0.5)  # signs of life count too; now the first message's WRITEs are under way
         hosts.cards[0].report("PORT_ERR", [here])
         early = come.wait(0.5)
         late.set()
