@@ -49,33 +49,6 @@ def test_a_process_that_is_killed_leaves_its_will(server: TcpServer) -> None:
     store.close()
 
 
-def test_notices_are_read_without_following_them(server: TcpServer) -> None:
-    store = client(server)
-    following, place = store.notices("p/place", b""), PrefixStore("p", store)
-    assert place.posted("place", 0) == []
-    for notice in (b"a", b"b"):
-        following.post(notice, Deadline.after(SOON))
-    assert place.posted("place", 0) == [b"a", b"b"] and place.posted("place", 1) == [b"b"]
-    assert MemoryStore().posted("place", 0) == []
-    store.close()
-
-
-@pytest.mark.parametrize("decided", [False, True])
-def test_a_process_that_ends_decides(server: TcpServer, decided: bool) -> None:
-    """Unless the key was decided before; then its connection serves others of its requests."""
-    staying, leaving = client(server), client(server)
-    ready = PrefixStore("job", leaving).decide_at_end("verdict", b"ended")
-    assert ready is not None
-    if decided:
-        assert staying.decide("job/verdict", b"done") == b"done"
-        ready()
-    assert leaving.add("n", 1) == 1
-    leaving.close()
-    assert staying.get("job/verdict", Deadline.after(SOON)) == (b"done" if decided else b"ended")
-    assert MemoryStore().decide_at_end("verdict", b"") is None
-    staying.close()
-
-
 def test_who_leaves_posts_nothing(server: TcpServer) -> None:
     staying, leaving = client(server), client(server)
     following, left = staying.notices("place", b""), leaving.notices("place", b"died")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.types.deadline import NEVER, Deadline
@@ -106,19 +106,6 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
-    def has(self, key: str) -> bool:
-        """Whether `key` is set.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
-        try:
-            self.wait([key], Deadline.after(0))
-        except NotSet:
-            return False
-        return True
-
     @abstractmethod
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back; `get` returns its decimal digits.
@@ -155,26 +142,6 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
         return None
-
-    def decide_at_end(self, key: str, value: bytes) -> Callable[[], None] | None:
-        """Let the store `decide` a key once this process has ended, or has closed the store.
-
-        Returns:
-            What to call once the key is decided; None if the store does not notice that a process ends.
-
-        Raises:
-            StoreError: the store cannot be reached.
-        """
-        return None
-
-    def posted(self, place: str, read: int) -> list[bytes]:
-        """The notices in `place` after the first `read` ones, for a process that does not follow them. Does not wait for any.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
-        return []
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         """Those addresses of `Standby`s at which nothing listens any more: their processes have ended, or have closed them.
@@ -242,12 +209,6 @@ class ForwardingStore(Store):
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         return self._store.notices(self._key(place), will, silence, patience)
-
-    def decide_at_end(self, key: str, value: bytes) -> Callable[[], None] | None:
-        return self._store.decide_at_end(self._key(key), value)
-
-    def posted(self, place: str, read: int) -> list[bytes]:
-        return self._store.posted(self._key(place), read)
 
     def give_up(self) -> None:
         self._store.give_up()

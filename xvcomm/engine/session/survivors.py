@@ -231,7 +231,11 @@ class _Round:
 
 def _came(place: Store, rank: int) -> bool:
     """Whether a rank has come to a round."""
-    return place.has(f"here/{rank}")
+    try:
+        place.wait([f"here/{rank}"], Deadline.after(0))
+    except NotSet:
+        return False
+    return True
 
 
 def _joined(ranks: Sequence[int], lost: Mapping[int, Collection[int]]) -> list[int]:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import msgspec
 
 from xvcomm.abc.store import NotSet, Store
-from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, PeerLost, XvcommError
-from xvcomm.system import processes
+from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, XvcommError
 from xvcomm.types.deadline import Deadline
 
 _VERDICT = "verdict"
-_SETTLE_SECONDS, _LOOK_SECONDS = 5.0, 1.0
+_SETTLE_SECONDS = 5.0
 _SIZE_SHIFT = 32
 """The counter of joined ranks has the sum of their sizes above this bit, so that one request returns both."""
 
@@ -41,7 +40,6 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     who: str
     info: bytes
     size: int
-    process: str
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +47,6 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     late: str = ""
     wrong: str = ""
     failed: str = ""
-    lost: str = ""
     peer: int | None = None
 
 
@@ -62,8 +59,7 @@ def join_barrier(
     """Wait until all ranks have joined, and exchange a few bytes among them.
 
     One rank decides the outcome for all: the last rank to join that all are here, the first rank whose deadline passes who is
-    missing, or a rank whose number is already taken that it is. If a rank ends that has joined, the store decides that; or, if it
-    does not notice, a rank of the same host. A store supports one call per rank; use a new `PrefixStore` for
+    missing, or a rank whose number is already taken that it is. A store supports one call per rank; use a new `PrefixStore` for
     another.
 
     Args:
@@ -77,7 +73,6 @@ def join_barrier(
     Raises:
         DeadlineExceeded: names the ranks that have not joined; raised on all that have.
         ConfigError: two processes have the same rank or different sizes; names both. Raised on all ranks that have joined.
-        PeerLost: a rank has joined and ended before all have; names it. Raised on all ranks that have joined.
         Aborted: a rank called `refuse`.
         StoreError: the store cannot be reached.
     """
@@ -85,9 +80,7 @@ def join_barrier(
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
     if store.add(f"rank/{rank}", 1, deadline) > 1:
         raise _twice(store, rank, deadline, noun)
-    decided = store.decide_at_end(_VERDICT, msgspec.msgpack.encode(_ended(rank, _who(), noun)))
-    entry = _Entry(_who(), info, size, processes.identity())
-    store.set(f"info/{rank}", msgspec.msgpack.encode(entry), deadline)
+    store.set(f"info/{rank}", msgspec.msgpack.encode(_Entry(_who(), info, size)), deadline)
     joined = store.add("joined", (size << _SIZE_SHIFT) + 1, deadline)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
@@ -98,17 +91,13 @@ def join_barrier(
         verdict = _decide(store, _Verdict([_entry(store, r, deadline).info for r in range(size)]))
     else:
         try:
-            verdict = _read(store, deadline) if decided is not None else _look(store, size, deadline, noun)
+            verdict = _read(store, deadline)
         except DeadlineExceeded:
             verdict = _give_up(store, size, noun)
-    if decided is not None:
-        decided()
     if verdict.wrong:
         raise ConfigError(verdict.wrong, rank=rank)
     if verdict.failed:
         raise Aborted(verdict.failed, rank=rank, peer=verdict.peer)
-    if verdict.lost:
-        raise PeerLost(verdict.lost, rank=rank, peer=verdict.peer)
     if verdict.late:
         raise DeadlineExceeded(verdict.late, rank=rank, peer=verdict.peer)
     return verdict.infos
@@ -175,30 +164,6 @@ def _decide(store: Store, verdict: _Verdict) -> _Verdict:
 
 def _read(store: Store, deadline: Deadline) -> _Verdict:
     return _decode_verdict(store.get(_VERDICT, deadline))
-
-
-def _look(store: Store, size: int, deadline: Deadline, noun: Noun) -> _Verdict:
-    """The verdict; looks meanwhile whether processes of this host that have joined still run."""
-    joined: dict[int, _Entry] = {}
-    while True:
-        try:
-            return _read(store, Deadline.after(deadline.sooner(_LOOK_SECONDS)))
-        except NotSet:
-            if deadline.expired():
-                raise
-        for rank in range(size):
-            with contextlib.suppress(NotSet):
-                entry = joined[rank] = joined.get(rank) or _entry(store, rank, Deadline.after(0))
-                if processes.state(entry.process) == "dead":
-                    return _decide(store, _ended(rank, entry.who, noun))
-
-
-def _ended(rank: int, who: str, noun: Noun) -> _Verdict:
-    text = (
-        f"{noun.noun} {rank} ({who}) has ended before all {noun.noun}s had joined; its own output tells why, then start the job "
-        "again"
-    )
-    return _Verdict(lost=text, peer=rank)
 
 
 def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:

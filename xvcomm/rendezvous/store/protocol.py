@@ -110,13 +110,6 @@ class Will(Message, frozen=True):
     patience: float
 
 
-class DecideAtEnd(Message, frozen=True):
-    """Client: once this connection is closed, decide `key`; see `Store.decide_at_end`."""
-
-    key: str
-    value: bytes
-
-
 class Done(Message, frozen=True):
     """Server: success, for requests without a result."""
 
@@ -145,7 +138,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Request = Set | Get | Wait | Add | Decide | DecideAtEnd | Will
+Request = Set | Get | Wait | Add | Decide | Will
 Reply = Done | Value | Total | Missing | Failed
 
 

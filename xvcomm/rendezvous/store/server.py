@@ -187,11 +187,6 @@ class _Clients:
         for connection in self.waiting.pop(key, ()):
             connection.arrived(key)
 
-    def decide(self, key: str, value: bytes) -> bytes:
-        if key not in self.values:
-            self.put(key, value)
-        return self.values[key]
-
     def add(self, key: str, amount: int) -> protocol.Reply:
         try:
             total = int(self.values.get(key, b"0")) + amount
@@ -238,7 +233,6 @@ class _Connection(asyncio.Protocol):
         self._missing: set[str] = set()
         self._wanted: str | None = None
         self._will: protocol.Will | None = None
-        self._at_end: protocol.DecideAtEnd | None = None
         self._heard = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -271,11 +265,8 @@ class _Connection(asyncio.Protocol):
             self._trusted = False
             self._clients.leave()
         # A process that ends closes its connections. A failure of the network proves nothing.
-        if exc is None or isinstance(exc, ConnectionError):
-            if self._will is not None:
-                self._clients.execute(self._will, self._will.value)
-            if self._at_end is not None:
-                self._clients.decide(self._at_end.key, self._at_end.value)
+        if self._will is not None and (exc is None or isinstance(exc, ConnectionError)):
+            self._clients.execute(self._will, self._will.value)
 
     def descriptor(self) -> int:
         """File descriptor of the socket; negative once it is closed."""
@@ -303,7 +294,7 @@ class _Connection(asyncio.Protocol):
     def end(self) -> None:
         """Close the connection, including copies of its socket in forked processes."""
         self._clients.strangers.leave(self)
-        self._will = self._at_end = None
+        self._will = None
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
 
@@ -363,10 +354,9 @@ class _Connection(asyncio.Protocol):
             case protocol.Add(key, amount):
                 self._send(self._clients.add(key, amount))
             case protocol.Decide(key, value):
-                self._send(protocol.Value(self._clients.decide(key, value)))
-            case protocol.DecideAtEnd():
-                self._at_end = request
-                self._send(protocol.Done())
+                if key not in self._clients.values:
+                    self._clients.put(key, value)
+                self._send(protocol.Value(self._clients.values[key]))
             case protocol.Get(key, seconds):
                 self._park([key], key, seconds)
             case protocol.Wait(keys, seconds):

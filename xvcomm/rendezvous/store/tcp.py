@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import socket
@@ -104,20 +103,6 @@ class TcpStore(Store):
         request = protocol.Will(place, will, following.left, silence, patience)
         self._ask(link, protocol.encode(request), deadline, "leave a will")
         return following
-
-    def decide_at_end(self, key: str, value: bytes) -> Callable[[], None]:
-        """See `Store.decide_at_end`; uses a connection of its own until the key is decided."""
-        deadline, what = Deadline.after(ANSWER_SECONDS), f"prepare {key!r}"
-        link = self._take(deadline, what)
-        self._ask(link, protocol.encode(protocol.DecideAtEnd(key, value)), deadline, what)
-        return partial(self._give_back, link)
-
-    def posted(self, place: str, read: int) -> list[bytes]:
-        found: list[bytes] = []
-        with contextlib.suppress(NotSet):
-            while True:
-                found.append(self.get(f"{place}/{read + len(found) + 1}", Deadline.after(0)))
-        return found
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return ended(addresses)
