@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from xvcomm.backends.gpu.kernels import Prepared, first_aligned, launched, prepa
 from xvcomm.jit.atomics import load
 from xvcomm.jit.ccall import let_go, take_back
 from xvcomm.jit.compile import compiling, native
+from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import compiled_at, python_type
 
 _CALL = np.dtype([
@@ -19,6 +21,15 @@ _CALL = np.dtype([
     ("scales", "i8"),  # whether the kernel argument is SCALING; otherwise TERMS
 ])  # fmt: skip
 _Call, _call_at = python_type(_CALL), compiled_at(_CALL)
+
+
+@register_jitable
+def _launched_unlocked(prepared: Any, stream: int) -> Any:
+    """Launch a kernel without the interpreter lock; returns the vendor's code."""
+    thread = let_go()
+    code = launched(prepared, stream)
+    take_back(thread)
+    return code
 
 
 def _launch(address: int, src: int, dst: int, stream: int, _: int) -> int:
@@ -31,10 +42,7 @@ def _launch(address: int, src: int, dst: int, stream: int, _: int) -> int:
     else:
         terms = terms_at(prepared.arguments)
         terms.dst, terms.head, terms.srcs[0] = dst, head, src
-    thread = let_go()
-    code: int = launched(prepared, stream)
-    take_back(thread)
-    return code
+    return int(_launched_unlocked(prepared, stream))
 
 
 def _launch_reduce(address: int, srcs: int, dst: int, stream: int, _: int) -> int:
@@ -46,10 +54,7 @@ def _launch_reduce(address: int, srcs: int, dst: int, stream: int, _: int) -> in
         terms.srcs[way] = src
         skew |= src ^ dst
     terms.dst, terms.head = dst, first_aligned(call.count, call.itemsize, dst, skew)
-    thread = let_go()
-    code: int = launched(prepared, stream)
-    take_back(thread)
-    return code
+    return int(_launched_unlocked(prepared, stream))
 
 
 with compiling():
