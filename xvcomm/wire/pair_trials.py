@@ -1,4 +1,4 @@
-"""Tries whether RDMA devices of two hosts form queue pairs, without a link: they are joined, send a frame, and are given back."""
+"""Tries whether RDMA devices of two hosts form queue pairs: makes a pair, sends a frame each way, and frees it. Needs no link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _failed(route: Route, why: str) -> PairTrial:
 
 
 async def answer(cards: Cards | None, connection: socket.socket) -> None:
-    """Do the same on the side that has accepted the connection and knows who has made it.
+    """Join queue pairs over an accepted connection, whose other side has proved its rank.
 
     Raises:
         handshake.Malformed, OSError: as in `handshake.connect`.
