@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xvcomm.engine.session import plugins
-from xvcomm.errors import BackendUnavailable
+from xvcomm.errors import ArrayError, BackendUnavailable
 from xvcomm.memory import vendors
-from xvcomm.types.dtype import DType
+from xvcomm.memory.array import view
+from xvcomm.types.dtype import UINT8, DType
 
 if TYPE_CHECKING:  # importing it compiles kernels, which only the ranks of `bench` need
     from xvcomm.comm.communicator import Communicator
@@ -81,8 +81,6 @@ class TorchMemory:
     def __init__(self, kind: str, index: int) -> None:
         import torch
 
-        if not plugins.backend(kind).serves(torch):
-            raise RuntimeError(f"it is not built for {kind}")
         self._torch, self.kind, self.index = torch, kind, index
         torch.cuda.set_device(index)
         self.device = torch.device(vendors.of(kind).torch_device, index)
@@ -156,7 +154,17 @@ def memory_of(comm: Communicator) -> Memory:
     reasons = []
     for make in (TorchMemory, CupyMemory):
         try:
-            return make(able.kind, able.index)
-        except (ImportError, RuntimeError, AssertionError) as error:  # torch without CUDA raises one of the latter two
-            reasons.append(f"{make.__name__.removesuffix('Memory').lower()}: {error}")
+            memory: Memory = make(able.kind, able.index)
+            kind = view(memory.zeros(1, UINT8)).device
+            if kind == able.kind:
+                return memory
+            refusal = f"it is built for {kind}"
+        except (
+            ArrayError,
+            ImportError,
+            RuntimeError,
+            AssertionError,
+        ) as error:  # torch without CUDA raises the last two
+            refusal = str(error)
+        reasons.append(f"{make.__name__.removesuffix('Memory').lower()}: {refusal}")
     raise BackendUnavailable(f"no arrays for {able.kind}: {'; '.join(reasons)}; install torch or CuPy for this GPU")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import platform
 import socket
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import xvcomm
 from xvcomm.backends.ccl.backend import GpuBackend
 from xvcomm.backends.ccl.joining import version_text
 from xvcomm.backends.gpu.vendor import Runtime
-from xvcomm.cli.bench.memory import memory_of
+from xvcomm.cli.bench.memory import HostMemory, Memory, TorchMemory, memory_of
 from xvcomm.cli.certify.contract import Finding, Result, Section, Table
 from xvcomm.cli.certify.control import Control
 from xvcomm.cli.certify.job import Facts, Job
@@ -36,15 +36,14 @@ def facts_of(comm: Communicator) -> Facts:
     own = context(comm).device
     able, runtime = own.capabilities(), getattr(own, "runtime", None)
     config, topology = Config.from_env(os.environ), comm.topology
-    try:
-        device, memory = memory_of(comm).name, True
-    except BackendUnavailable:
-        device, memory = f"{able.kind} {able.index}, {able.architecture}", False
+    memory: Memory | None = None
+    with suppress(BackendUnavailable):
+        memory = memory_of(comm)
     return Facts(
         hostname=socket.gethostname(),
         host=topology.hosts[comm.rank],
         kind=able.kind,
-        device=device,
+        device=memory.name if memory else f"{able.kind} {able.index}, {able.architecture}",
         gpu=runtime.bus(able.index) if isinstance(runtime, Runtime) else "",
         island=topology.island_of(comm.rank).label,
         rehearsal=config.island is not None or config.host is not None,
@@ -53,8 +52,8 @@ def facts_of(comm: Communicator) -> Facts:
         versions=_versions(able.kind),
         pid=os.getpid(),
         graphs=able.kind in CAPTURES and importlib.util.find_spec(_CAPTURED_BY[able.kind]) is not None,
-        torch=_torch(able.kind),
-        memory=memory,
+        torch=_torch(memory),
+        memory=memory is not None,
         rdma=any(Path("/sys/class/infiniband").glob("*")),
     )
 
@@ -81,13 +80,13 @@ def _versions(kind: str) -> dict[str, str]:
     return found
 
 
-def _torch(kind: str) -> str:
-    """Why torch cannot train on devices of a kind, or an empty text."""
+def _torch(memory: Memory | None) -> str:
+    """Why torch cannot train on this rank's device, or an empty text."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed: pip install xvcomm[torch]"
-    if kind == "host" or plugins.backend(kind).serves(importlib.import_module("torch")):
+    if isinstance(memory, HostMemory | TorchMemory):
         return ""
-    return f"the torch that is installed is not built for {kind}; see docs/install.md"
+    return "the torch that is installed is not built for this device; see docs/install.md"
 
 
 def _run(comm: Communicator, control: Control, job: Job, result: Result) -> None:
