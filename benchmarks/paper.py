@@ -82,7 +82,7 @@ def jobs(args: argparse.Namespace) -> list[Settings]:
         Settings(
             model, tuple(known[name] for name in names), tuple(filter(None, args.islands.split(","))),
             dtype=args.dtype, state=args.loss_state if report.LOSS in names else args.state,
-            deterministic=report.LOSS in names,
+            checkpointing=report.LOSS not in names, deterministic=report.LOSS in names,
         )
         for model in args.models.split(",") for names in parts if names
     ]  # fmt: skip
