@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from xvcomm.errors import ArrayError, BackendUnavailable
 from xvcomm.memory import vendors
-from xvcomm.memory.array import view
 from xvcomm.types.dtype import UINT8, DType
 
 if TYPE_CHECKING:  # importing it compiles kernels, which only the ranks of `bench` need
@@ -151,6 +150,8 @@ def memory_of(comm: Communicator) -> Memory:
     able = comm._context.device.capabilities()
     if able.kind == "host":
         return HostMemory()
+    from xvcomm.memory.array import view  # brings a compiler, which the command has no use for
+
     reasons = []
     for make in (TorchMemory, CupyMemory):
         try:
