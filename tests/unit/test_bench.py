@@ -4,18 +4,20 @@ import csv
 import json
 import time
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from xvcomm.cli import app
+from xvcomm.cli.bench import memory as bench_memory
 from xvcomm.cli.bench.case import OPS, Case, allocate, clear, fill, one_way, ping_pong, wrong
 from xvcomm.cli.bench.command import grid, parse_devices, parse_size
 from xvcomm.cli.bench.measure import PEERS, Bystanders, Effort, Meeting, Record, measure
-from xvcomm.cli.bench.memory import HostMemory, TorchMemory
+from xvcomm.cli.bench.memory import HostMemory, TorchMemory, memory_of
 from xvcomm.cli.bench.report import Setting, read_json, write_csv, write_json
-from xvcomm.errors import ArgumentError
+from xvcomm.errors import ArgumentError, BackendUnavailable
 from xvcomm.rendezvous.store import MemoryStore
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.topology import Topology
@@ -26,7 +28,7 @@ DTYPE = {d.name: d for d in DTYPES}
 class CpuTorch(TorchMemory):
     """Torch arrays used as on a GPU, on the CPU."""
 
-    def __init__(self):
+    def __init__(self, kind="cuda", index=0):
         self._torch = pytest.importorskip("torch")
         self.kind, self.name, self.device = "cuda", "CPU", "cpu"
 
@@ -40,6 +42,14 @@ MEMORIES = {"numpy": HostMemory, "torch": CpuTorch}
 @pytest.fixture(params=MEMORIES)
 def memory(request):
     return MEMORIES[request.param]()
+
+
+def test_arrays_that_lie_elsewhere_are_refused(monkeypatch):
+    gpu = SimpleNamespace(capabilities=lambda: SimpleNamespace(kind="cuda", index=0))
+    monkeypatch.setattr(bench_memory, "TorchMemory", CpuTorch)
+    monkeypatch.setattr(bench_memory, "CupyMemory", CpuTorch)
+    with pytest.raises(BackendUnavailable, match=r"no arrays for cuda: .*it is built for host.*install torch or CuPy"):
+        memory_of(SimpleNamespace(_context=SimpleNamespace(device=gpu)))
 
 
 def test_sizes():
