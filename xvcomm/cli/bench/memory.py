@@ -80,6 +80,8 @@ class TorchMemory:
     def __init__(self, kind: str, index: int) -> None:
         import torch
 
+        if not torch.cuda.is_available():
+            raise RuntimeError("it sees no GPU")
         self._torch, self.kind, self.index = torch, kind, index
         torch.cuda.set_device(index)
         self.device = torch.device(vendors.of(kind).torch_device, index)
