@@ -41,6 +41,7 @@ from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import SECONDS, meet
 from xvcomm.types.dtype import DTYPES
+from xvcomm.types.opcode import OpCode
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
@@ -180,17 +181,20 @@ def test_repeated_calls_on_four_ranks(job: Job, name: str) -> None:
         ranks.run(graphs.check_graph_of_few)
 
 
-def sizes_of_rings(comm: Communicator) -> list[int]:
-    """Bytes of shared memory of each ring that a first short sum has opened."""
+def sizes_of_rings(comm: Communicator) -> tuple[list[int], list[str]]:
+    """Bytes of shared memory of each ring that a first short sum has opened, and what carries it and a long one."""
     collectives.check_all_reduce(comm, "float32", "sum", 2)
-    return [end.layout.size for end in context(comm).rings.ends()]
+    sizes = [end.layout.size for end in context(comm).rings.ends()]
+    collectives.check_all_reduce(comm, "float32", "sum", 1 << 18)
+    return sizes, [record.way for record in comm.history() if record.op == OpCode.ALL_REDUCE]
 
 
 def test_short_sums_take_little_memory(job: Job) -> None:
     """Containers have 64 MB of shared memory, and each rank has rings to and from all others."""
     with job("rocm:2 and rocm:2") as ranks:
-        for sizes in ranks.run(sizes_of_rings):
+        for sizes, ways in ranks.run(sizes_of_rings):
             assert len(sizes) == 6 and max(sizes) < 300 << 10
+            assert (ways[0], ways[-1]) == ("shm", "rccl + shm")  # a short sum calls no native library
 
 
 @pytest.mark.parametrize(

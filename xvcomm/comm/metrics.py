@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _RECENT = 64
 """Newest records of each rank of the host that tell how late this one comes."""
+_LARGE = 1 << 40
+"""Bytes of the collectives whose way is told: short arrays may go another one, and the counts do not tell them apart."""
 _MINE = ("rank", "host", "job")
 _OPERATION = (*_MINE, "communicator", "op", "way")
 _PATH = (*_MINE, "peer", "scheme", "local", "remote", "number")
@@ -52,7 +54,8 @@ class Metrics:
     def follow(self, context: Context) -> None:
         """Also tell of a communicator that was made; its counts stay when it is closed."""
         ident = context.ident
-        self._ways[ident] = [context.way(peer) for peer in (ANY_PEER, NO_PEER, *range(len(context.ranks)))]
+        peers = (ANY_PEER, NO_PEER, *range(len(context.ranks)))
+        self._ways[ident] = [context.way(peer, OpCode.ALL_REDUCE, _LARGE) for peer in peers]
         self._names[ident] = context.path
         self._open[ident] = context
         context.lifecycle.on_close(partial(self._forget, ident))

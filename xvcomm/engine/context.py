@@ -151,15 +151,19 @@ class Context:
             self.lifecycle.join(found)
         return found
 
-    def way(self, peer: int) -> str:
+    def way(self, peer: int, op: int, nbytes: int) -> str:
         """See `Supervised.way`."""
         if peer in (self.rank, ANY_PEER):
             return ""
         if peer != NO_PEER:
             return self.rings.scheme(peer)
-        island = self.topology.island_of(self.rank).ranks
-        native = [self.session.backend.native] if len(island) > 1 else []
-        return " + ".join([*native, *sorted({self.rings.scheme(r) for r in range(len(self.ranks)) if r not in island})])
+        native = self.topology.island_of(self.rank).ranks
+        if not self.planner.calls_native(op, nbytes):
+            native = (self.rank,)
+        library = [self.session.backend.native] if len(native) > 1 else []
+        return " + ".join(
+            [*library, *sorted({self.rings.scheme(r) for r in range(len(self.ranks)) if r not in native})]
+        )
 
     def carried(self, records: Sequence[Record]) -> dict[Record, tuple[Share, ...]]:
         """See `Supervised.carried`."""

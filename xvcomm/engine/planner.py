@@ -11,8 +11,9 @@ from xvcomm.engine.session.rings import at_once
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
 from xvcomm.schedule.runs import runs
-from xvcomm.schedule.steps import Exchange, Lane, Put, Request, Schedule, Step
-from xvcomm.schedule.tuning import tune
+from xvcomm.schedule.steps import Collective, Exchange, Lane, Put, Request, Schedule, Step
+from xvcomm.schedule.tuning import Tuning, tune
+from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology
 
 _KEPT = 256  # plans; a training step uses a few dozen
@@ -75,9 +76,13 @@ class Planner:
         """
         return self._kept(request)
 
+    def calls_native(self, op: int, nbytes: int) -> bool:
+        """Whether an operation of so many bytes calls the native library, where an island has more than one rank."""
+        return op != OpCode.ALL_REDUCE or self._tuning(Collective.ALL_REDUCE, nbytes).exchange is not Exchange.RANKS
+
     def _make(self, request: Request) -> Plan:
         nbytes = _elements(request) * request.itemsize
-        tuning = tune(request.op, nbytes, self._topology, self._link_bytes, self._at_once)
+        tuning = self._tuning(request.op, nbytes)
         segment = tuning.segment_bytes // request.itemsize
         wide = not self._gpus  # whose libraries round what an island adds
         schedule = build(request, self._topology, self._rank, segment, tuning.exchange, wide)
@@ -86,6 +91,9 @@ class Planner:
         most = max(messages.values(), default=0)
         together = runs(schedule.steps) if not segment else ()
         return Plan(request, self._rank, nbytes, segment, tuning.exchange, schedule, together, lanes, most)
+
+    def _tuning(self, op: Collective, nbytes: int) -> Tuning:
+        return tune(op, nbytes, self._topology, self._link_bytes, self._at_once)
 
 
 def _elements(request: Request) -> int:

@@ -60,7 +60,7 @@ def with_ways(records: Sequence[Record], contexts: Iterable[Supervised]) -> list
     of = {context.ident: context for context in contexts}
     shares = {ident: context.carried([r for r in records if r.communicator == ident]) for ident, context in of.items()}
     return [
-        replace(r, way=of[r.communicator].way(r.peer), shares=shares[r.communicator].get(r, ()))
+        replace(r, way=of[r.communicator].way(r.peer, r.op, r.nbytes), shares=shares[r.communicator].get(r, ()))
         if r.communicator in of
         else r
         for r in records

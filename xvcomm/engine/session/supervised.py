@@ -56,8 +56,8 @@ class Supervised(Protocol):
     def tracker(self) -> Tracked:
         """Its operations on the device's streams."""
 
-    def way(self, peer: int) -> str:
-        """See `Record.way`: of a message with a rank of it, or of a collective if `peer` is NO_PEER."""
+    def way(self, peer: int, op: int, nbytes: int) -> str:
+        """See `Record.way`: of an operation of so many bytes, a collective if `peer` is NO_PEER, else a message."""
 
     def carried(self, records: Sequence[Record]) -> dict[Record, tuple[Share, ...]]:
         """See `Record.shares`: of records of it, oldest first, those of which something is known. Never blocks."""
