@@ -111,7 +111,13 @@ def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
     one = tuple(s for s in large if s == 64 * MIB) or large[:1]
     return [
         Scenario(
-            "mixed", f"All-reduce over {shape}", halves, ("all_reduce",), peers("nccl", "nccl-shm", "gloo"), every, 0.35
+            "mixed",
+            f"All-reduce over {shape}",
+            halves,
+            ("all_reduce",),
+            peers("nccl", "nccl-shm", "gloo", "raw"),
+            every,
+            0.35,
         ),
         island,
         Scenario(
@@ -125,7 +131,13 @@ def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
             ONE_QUEUE,
         ),
         Scenario(
-            "mixed-others", f"Other collectives over {shape}", halves, others, peers("nccl", "nccl-shm"), large, 0.25
+            "mixed-others",
+            f"Other collectives over {shape}",
+            halves,
+            others,
+            peers("nccl", "nccl-shm", "raw"),
+            large,
+            0.25,
         ),
         Scenario(
             "mixed-others-gloo", f"Other collectives over {shape}, beside Gloo", halves, others, peers("gloo"), one, 0.1
@@ -227,6 +239,12 @@ def bars(scenario: Scenario, records: Sequence[Record]) -> list[Bar]:
         shape = f"all-reduce of 256 MiB, {len(scenario.islands)} ranks, times "
         bar(shape + "NCCL without P2P", ratios(records, "all_reduce", "nccl-shm", 256 * MIB, 256 * MIB), 4)
         bar(shape + "Gloo", ratios(records, "all_reduce", "gloo", 256 * MIB, 256 * MIB), 40)
+        short = [1 / r for r in ratios(records, "all_reduce", "nccl-shm", 0, MIB)]
+        bar("all-reduce of up to 1 MiB, part of the time of NCCL without P2P", short, 1, most=True)
+    elif scenario.name == "mixed-others":
+        for op in scenario.ops:
+            bar(f"{op} of 16 MiB and more, times NCCL without P2P", ratios(records, op, "nccl-shm", 16 * MIB), 2)
+            bar(f"{op} of 64 MiB and more, part of raw copies", ratios(records, op, "raw", 64 * MIB), 0.85)
     return found
 
 

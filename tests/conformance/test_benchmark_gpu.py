@@ -71,10 +71,19 @@ def test_an_island_is_judged_with_any_number_of_ranks(gpu, ranks):
     assert bar.value == pytest.approx(0.98) and not bar.met
 
 
-def test_mixed_collectives_are_judged_at_256_mib(gpu):
+def test_mixed_sums_are_judged_at_256_mib_and_up_to_1_mib(gpu):
     records = [figure(n, "all_reduce", s, t) for n, t in (("xvcomm", 10), ("nccl-shm", 41)) for s in (8, 256 * MIB)]
-    (bar,) = gpu.bars(named(gpu, 4, "mixed"), records)
-    assert bar.value == pytest.approx(4.1) and bar.met
+    large, short = gpu.bars(named(gpu, 4, "mixed"), records)
+    assert large.value == pytest.approx(4.1) and large.met
+    assert short.value == pytest.approx(10 / 41) and short.met
+
+
+def test_other_mixed_collectives_are_judged_beside_nccl_and_raw_copies(gpu):
+    times = {"xvcomm": 10, "nccl-shm": 19, "raw": 9}
+    records = [figure(n, "all_gather", s, t) for n, t in times.items() for s in (MIB, 64 * MIB)]
+    beside, part = gpu.bars(named(gpu, 4, "mixed-others"), records)
+    assert beside.value == pytest.approx(1.9) and not beside.met
+    assert part.value == pytest.approx(0.9) and part.met
 
 
 @pytest.mark.parametrize(

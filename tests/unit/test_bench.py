@@ -12,13 +12,15 @@ from typer.testing import CliRunner
 
 from xvcomm.cli import app
 from xvcomm.cli.bench import memory as bench_memory
-from xvcomm.cli.bench.case import OPS, Case, allocate, clear, fill, one_way, ping_pong, wrong
+from xvcomm.cli.bench.case import CROSSING, OPS, Case, allocate, clear, fill, one_way, ping_pong, wrong
 from xvcomm.cli.bench.command import grid, parse_devices, parse_size
 from xvcomm.cli.bench.measure import PEERS, Bystanders, Effort, Meeting, Record, measure
 from xvcomm.cli.bench.memory import HostMemory, TorchMemory, memory_of
 from xvcomm.cli.bench.report import Setting, read_json, write_csv, write_json
 from xvcomm.errors import ArgumentError, BackendUnavailable
 from xvcomm.rendezvous.store import MemoryStore
+from xvcomm.schedule import build
+from xvcomm.schedule.steps import Collective, Put, Request
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.topology import Topology
 
@@ -305,3 +307,22 @@ def test_separate_peers_without_a_temporary_folder(monkeypatch):
     arguments = ["bench", "-n", "2", "--device", "cuda", "--peer", "nccl-shm"]
     error = CliRunner().invoke(app, arguments, env={"XVCOMM_DEVICE": ""}).exception
     assert "nccl-shm needs a folder for temporary files" in str(error) and "set TMPDIR" in str(error)
+
+
+@pytest.mark.parametrize("op", CROSSING)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_schedules_send_across_the_border_what_raw_copies(op, ranks):
+    topology = Topology.from_labels("a" * (ranks // 2) + "b" * (ranks // 2))
+    case = Case(op, 64 * 4 * ranks, DTYPE["float32"], ranks, True)
+    collective, blocks = Collective(op), (case.block,) * ranks
+    request = {
+        "all_reduce": Request(collective, 4, count=case.count),
+        "broadcast": Request(collective, 4, count=case.count, root=0),
+        "all_to_all": Request(collective, 4, counts=blocks, recv_counts=blocks),
+    }.get(op, Request(collective, 4, counts=blocks))
+    for rank in range(ranks):
+        other = [r for r in range(ranks) if topology.island_of(r) is not topology.island_of(rank)]
+        steps = build(request, topology, rank).steps
+        sent = sum(step.src.count * 4 for step in steps if isinstance(step, Put) and step.peer in other)
+        assert case.crossing(topology, rank)[0] == sent
+    assert case.crossing(Topology.from_labels("aaab"), 0) is None

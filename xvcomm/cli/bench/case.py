@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xvcomm.cli.bench.memory import Memory
 from xvcomm.types.dtype import DType
+from xvcomm.types.topology import Topology
 
 #: Operations and their bus-bandwidth factor for n ranks, as nccl-tests defines them.
 OPS: dict[str, Callable[[int], float]] = {
@@ -27,6 +28,15 @@ OPS: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
     "p2p": lambda n: 1.0,
     "barrier": lambda n: 0.0,
+}
+#: The part of `Case.size` that each of n ranks, half of them in each of two islands, must at least send to the other island
+#: and receive from it. A broadcast crosses one way only.
+CROSSING: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 / n,
+    "all_gather": lambda n: 1 / n,
+    "reduce_scatter": lambda n: 1 / n,
+    "broadcast": lambda n: 2 / n,
+    "all_to_all": lambda n: 1 / 2,
 }
 M = TypeVar("M")
 """Type of a message in the calls of a library."""
@@ -70,6 +80,16 @@ class Case:
     def bytes(self) -> int:
         """`size` rounded down to a whole number of blocks."""
         return self.count * self.dtype.itemsize
+
+    def crossing(self, topology: Topology, rank: int) -> tuple[int, int] | None:
+        """Bytes that a rank must at least send across the border of two equal islands, and receive; None if not known."""
+        islands = topology.islands
+        if len(islands) != 2 or islands[0].size != islands[1].size or self.op not in CROSSING:
+            return None
+        nbytes = int(CROSSING[self.op](self.ranks) * self.bytes)
+        if self.op != "broadcast":
+            return nbytes, nbytes
+        return (nbytes, 0) if topology.island_of(rank) is topology.island_of(0) else (0, nbytes)
 
     def takes_part(self, rank: int) -> bool:
         """Whether `rank` takes part in the operation."""

@@ -168,7 +168,7 @@ def contenders(
         "nccl-shm": lambda: TorchLibrary("nccl-shm", "nccl", ranks),
         "nccl-socket": lambda: TorchLibrary("nccl-socket", "nccl", ranks),
         "nccl-cupy": lambda: CupyNccl(meeting),
-        "raw": lambda: Copies(memory, meeting.rank),
+        "raw": lambda: Copies(memory, comm.topology, comm.rank),
     }
     made = []
     for name in names:

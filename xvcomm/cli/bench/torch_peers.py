@@ -10,6 +10,7 @@ from xvcomm.cli.bench.case import Buffers, Case, one_way, ping_pong
 from xvcomm.cli.bench.measure import Meeting
 from xvcomm.cli.bench.memory import Memory, TorchMemory
 from xvcomm.errors import BackendUnavailable
+from xvcomm.types.topology import Topology
 
 Call = Callable[[], object]
 
@@ -148,41 +149,53 @@ class Gloo(TorchLibrary):
 
 
 class Copies:
-    """No communication: each rank copies between its GPU and pinned host memory. An upper bound for
-    transfers through the host.
+    """No communication: each rank copies between its GPU and pinned host memory, in collectives what must cross the border of
+    two equal islands. An upper bound for transfers through the host.
     """
 
     name = "raw"
     communicates = False
 
-    def __init__(self, memory: Memory, rank: int) -> None:
+    def __init__(self, memory: Memory, topology: Topology, rank: int) -> None:
         if not isinstance(memory, TorchMemory):
             raise BackendUnavailable("peer raw needs torch for this GPU")
         import torch
 
-        self._torch, self._rank = torch, rank
+        self._torch, self._topology, self._rank = torch, topology, rank
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def refuses(self, case: Case) -> str | None:
         """See `Contender.refuses`."""
-        return None if case.op in ("send", "sendrecv") else f"{case.op} is not a copy"
+        if self._nbytes(case) is None:
+            return f"{case.op} is not a copy, or there are not two islands of the same number of ranks"
+        return None
 
     def bind(self, case: Case, buffers: Buffers) -> Call:
         """See `Contender.bind`."""
-        stream, (one, other) = self._torch.cuda.stream, self._streams
-        src, dst = buffers.src, buffers.dst
-        out, back = (self._torch.empty_like(x, device="cpu", pin_memory=True) for x in (src, dst))
-        if case.op == "send":
-            source, target = (src, out) if self._rank == 0 else (back, dst)
-            return lambda: target.copy_(source, non_blocking=True)
+        torch, (one, other) = self._torch, self._streams
+        out, back = self._nbytes(case) or (0, 0)
+        sent, received = buffers.src.view(torch.uint8)[:out], buffers.dst.view(torch.uint8)[:back]
+        outside, inside = (torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in (out, back))
+        if not back:
+            return lambda: outside.copy_(sent, non_blocking=True)
+        if not out:
+            return lambda: received.copy_(inside, non_blocking=True)
 
         def both_ways() -> None:
-            with stream(one):
-                out.copy_(src, non_blocking=True)
-            with stream(other):
-                dst.copy_(back, non_blocking=True)
+            with torch.cuda.stream(one):
+                outside.copy_(sent, non_blocking=True)
+            with torch.cuda.stream(other):
+                received.copy_(inside, non_blocking=True)
 
         return both_ways
 
     def close(self) -> None:
         """No-op."""
+
+    def _nbytes(self, case: Case) -> tuple[int, int] | None:
+        """Bytes to copy from the GPU, and to it."""
+        if case.op == "send":
+            return (case.bytes, 0) if self._rank == 0 else (0, case.bytes)
+        if case.op == "sendrecv":
+            return case.bytes, case.bytes
+        return case.crossing(self._topology, self._rank)
