@@ -1,4 +1,4 @@
-"""Processes that apply to join a job: what they learn of its end, and what becomes of `grow` if they, or its ranks, fail."""
+"""Processes that apply to join a job: what becomes of `grow` if they, or its ranks, fail."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 import pytest
-from growing import grown, join, lose, restarted, store_address, take_in
+from growing import grown, join, lose, restarted, take_in
 from shrinking import die, shrunk, works
 
 import xvcomm
@@ -64,74 +64,39 @@ def test_a_newcomer_that_is_stopped(tmp_path):
         restarted(world, (1,), go_on_without, file, join=stop_when_taken_in, joining=(file,))
 
 
-def end_before(comm):
-    """The ranks end without taking in the process that waits."""
-    left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
-    left.barrier()
-    left.close()
+def go_on_without_many(comm, folder):
+    """However many are stopped, they cost one part of the time."""
+    left = lose(comm, range(2, comm.size))
+    made, seconds = take_in(left, comm.size - 2, timeout=12.0)
+    assert 5.0 < seconds < 11.0
+    works(made, left.job_ranks)
+    if made.rank == 0:
+        for file in folder.iterdir():
+            os.kill(int(file.name), signal.SIGCONT)
+    made.barrier()
+    made.close()
 
 
-def refused():
-    with pytest.raises(Aborted, match="the job has ended"):
+def stop_together(folder):
+    """One is named by all, the others are refused."""
+    real = applications.Application.answer
+
+    def answer(self, deadline):
+        found = real(self, deadline)
+        (folder / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return found
+
+    with (
+        mock.patch.object(applications.Application, "answer", answer),
+        pytest.raises((Aborted, DeadlineExceeded), match=r"did not (answer|join as rank \d+) .*in time"),
+    ):
         xvcomm.init()
 
 
-@pytest.mark.parametrize("places", [ISLANDS, HOSTS], ids=["islands", "hosts"])
-def test_the_job_ends(places):
-    """A process that waits to join learns of it."""
-    with World(**places) as world:
-        restarted(world, (1,), end_before, join=refused, joining=())
-
-
-def end(comm, folder):
-    rank = comm.rank
-    comm.close()
-    (folder / str(rank)).touch()
-
-
-def come_late(address, folder, ranks):
-    await_that(lambda: len(list(folder.iterdir())) == ranks)
-    with pytest.raises(Aborted, match="the job has ended"):
-        xvcomm.init(rank=2, size=3, store=address, timeout=20)
-
-
-def test_a_process_that_comes_after_the_end(tmp_path):
-    """It learns at once that the job has ended, though that lost no rank and has never grown."""
-    with World(2) as world, World(1) as beside:
-        address = world.run(store_address)[0]
-        for rank in range(2):
-            world.submit(rank, end, tmp_path)
-        beside.kill(0)
-        beside.restart(0, XVCOMM_LOCAL_RANK="", XVCOMM_LOCAL_SIZE="")
-        beside.submit(0, come_late, address, tmp_path, 2)
-        for outcome in (*world.collect(), *beside.collect()):
-            assert not isinstance(outcome, BaseException), outcome
-
-
-def end_with_one_waiting(comm):
-    await_that(lambda: comm.applicants() > 0)
-    comm.barrier()
-    comm.close()
-
-
-def wait_until_the_end(address):
-    with pytest.raises(Aborted, match="the job has ended"):
-        xvcomm.init(rank=2, size=3, store=address, timeout=20)
-
-
-def test_the_job_ends_with_its_folder(tmp_path):
-    """The last rank removes the folder, in which a process waits."""
-    (tmp_path / "store").mkdir(mode=0o700)
-    address = f"file://{tmp_path / 'store'}"
-    with World(2, env={"XVCOMM_STORE": address}) as world, World(1) as beside:
-        beside.kill(0)
-        beside.restart(0, XVCOMM_LOCAL_RANK="", XVCOMM_LOCAL_SIZE="")
-        for rank in range(2):
-            world.submit(rank, end_with_one_waiting)
-        beside.submit(0, wait_until_the_end, address)
-        for outcome in (*world.collect(), *beside.collect()):
-            assert not isinstance(outcome, BaseException), outcome
+def test_many_newcomers_are_stopped(tmp_path):
+    with World(8) as world:
+        restarted(world, tuple(range(2, 8)), go_on_without_many, tmp_path, join=stop_together, joining=(tmp_path,))
 
 
 def go_on_after_a_failed_attempt(comm):

@@ -423,22 +423,3 @@ def test_a_failure_in_a_split_names_the_failed_rank_not_the_reporter():
         assert isinstance(outcome, Aborted) and outcome.peer == 2, outcome
         assert "rank 2 on" in str(outcome) and "ResourceError: no room" in str(outcome), outcome
         assert "rank 1 on" not in str(outcome).partition(":")[2], outcome
-
-
-def test_killed_after_it_joined():
-    """Its pid is known by then, so the others do not wait for their deadline."""
-    with World(3) as world:
-        world.run(idle)
-        envs = environments(free_port(), 3)
-        # Rank 0 serves the store, so it is another one that is killed while it waits for the rest.
-        world.submit(0, join, envs[0])
-        world.submit(1, join, envs[1])
-        time.sleep(0.5)
-        world.kill(1)
-        time.sleep(0.2)
-        started = time.monotonic()
-        world.submit(2, join, envs[2])
-        outcomes = world.collect()
-        assert time.monotonic() - started < SOON
-        for rank in (0, 2):
-            assert isinstance(outcomes[rank], PeerLost) and outcomes[rank].peer == 1, outcomes

@@ -62,6 +62,14 @@ def test_deadlines_name_the_missing_keys(opener: Opener) -> None:
     assert store.get("there", Deadline.after(0)) == b""
 
 
+def test_has_tells_what_is_set(opener: Opener) -> None:
+    store = opener()
+    place = PrefixStore("p", store)
+    assert not place.has("k")
+    store.set("p/k", b"")
+    assert place.has("k") and not store.has("k")
+
+
 def test_add_is_atomic_between_threads(opener: Opener) -> None:
     stores = [opener() for _ in range(4)]
 

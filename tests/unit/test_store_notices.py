@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -47,6 +48,35 @@ def test_a_process_that_is_killed_leaves_its_will(server: TcpServer) -> None:
         process.kill()
         assert following.next() == b"died"
     store.close()
+
+
+def test_notices_are_read_without_following_them(server: TcpServer) -> None:
+    store = client(server)
+    following, place = store.notices("p/place", b""), PrefixStore("p", store)
+    assert place.posted("place", 0) == []
+    for notice in (b"a", b"b"):
+        following.post(notice, Deadline.after(SOON))
+    assert place.posted("place", 0) == [b"a", b"b"] and place.posted("place", 1) == [b"b"]
+    assert MemoryStore().posted("place", 0) == []
+    store.close()
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_process_that_ends_decides(server: TcpServer, decided: bool) -> None:
+    """Unless the key was decided before. The connection serves other requests as well, so none is added."""
+    staying, leaving = client(server), client(server)
+    before = len(os.listdir("/proc/self/fd"))
+    for key in ("verdict", "another"):
+        assert PrefixStore("job", leaving).decide_at_end(key, b"ended")
+        assert leaving.add("n", 1) >= 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    if decided:
+        assert staying.decide("job/verdict", b"done") == b"done"
+    leaving.close()
+    assert staying.get("job/another", Deadline.after(SOON)) == b"ended"
+    assert staying.get("job/verdict", Deadline.after(SOON)) == (b"done" if decided else b"ended")
+    assert not MemoryStore().decide_at_end("verdict", b"")
+    staying.close()
 
 
 def test_who_leaves_posts_nothing(server: TcpServer) -> None:

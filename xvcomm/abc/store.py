@@ -106,6 +106,19 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
 
+    def has(self, key: str) -> bool:
+        """Whether `key` is set.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        try:
+            self.wait([key], Deadline.after(0))
+        except NotSet:
+            return False
+        return True
+
     @abstractmethod
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back; `get` returns its decimal digits.
@@ -142,6 +155,27 @@ class Store(ABC):
             StoreError: the store cannot be reached.
         """
         return None
+
+    def decide_at_end(self, key: str, value: bytes) -> bool:
+        """Let the store `decide` a key once this process has ended, or has closed the store.
+
+        Returns:
+            Whether the store notices that a process ends; else it decides nothing.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        return False
+
+    def posted(self, place: str, read: int) -> list[bytes]:
+        """The notices in `place` after the first `read` ones, for a process that does not follow them. Does not wait for any.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        return []
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         """Those addresses of `Standby`s at which nothing listens any more: their processes have ended, or have closed them.
@@ -209,6 +243,12 @@ class ForwardingStore(Store):
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         return self._store.notices(self._key(place), will, silence, patience)
+
+    def decide_at_end(self, key: str, value: bytes) -> bool:
+        return self._store.decide_at_end(self._key(key), value)
+
+    def posted(self, place: str, read: int) -> list[bytes]:
+        return self._store.posted(self._key(place), read)
 
     def give_up(self) -> None:
         self._store.give_up()

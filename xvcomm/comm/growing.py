@@ -14,7 +14,7 @@ from xvcomm.abc.store import NotSet, Store
 from xvcomm.comm.shrinking import Shrinking
 from xvcomm.config import Config
 from xvcomm.engine.context import Context
-from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered, renamed
+from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.session.survivors import Decision
 from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
@@ -27,6 +27,8 @@ _APPLICANTS_SECONDS = 0.3
 _GROWN = "on a communicator of a job that has grown; make it anew by split() of what grow() returned"
 _SHARE = 0.5
 """The part of the time that is left in which newcomers must join; in the rest the members go on without one that does not."""
+_AGAIN_SECONDS = 3.0
+"""How long newcomers may take to apply again after an attempt that failed; the next one goes on without those that do not."""
 _SETTLE_SECONDS = 2.0
 """How long the store may take to keep the outcome after the deadline, since the others are to learn of it."""
 
@@ -60,8 +62,7 @@ class Attempt:
         self._lost, self._unreachable, self._over = lost, unreachable, False
         self._kept = contextlib.ExitStack()
         self._growth = Growth(offer.numbers, applications, self._check)
-        place = f"grown/{offer.token}"
-        self._place = GuardedStore(place, applications.store, lambda: None, lambda: self._unreachable())
+        self._place = GuardedStore(_part(offer.token), applications.store, lambda: None, lambda: self._unreachable())
 
     def run(self) -> Context | Failure:
         """The grown job's communicator; or why there is none, if that is not this process's own failure, which is raised."""
@@ -135,9 +136,7 @@ class Attempt:
 
     def _missing(self) -> DeadlineExceeded:
         for rank in range(self._size):
-            try:
-                self._place.wait([f"made/{rank}"], Deadline.after(0))
-            except NotSet:
+            if not self._place.has(f"made/{rank}"):
                 return self._late(rank)
         return DeadlineExceeded("grow: the store did not answer in time", peer=self._rank)
 
@@ -179,6 +178,11 @@ class Attempt:
 
     def _settling(self) -> Deadline:
         return Deadline.after(max(self._deadline.left(), _SETTLE_SECONDS))
+
+
+def _part(token: str) -> str:
+    """The part of the store that a grown job uses, by the token of the attempt to make it."""
+    return f"grown/{token}"
 
 
 class Growing:
@@ -238,7 +242,7 @@ class Growing:
         offers = {each: msgspec.structs.replace(offer, rank=rank) for rank, each in new.items()}
         withdrawn = dict[int, str]()
         attempt = Attempt(
-            offer, session.applications.following(applied), session.config, joining,
+            offer, session.applications.following(applied, _part(token)), session.config, joining,
             partial(self._lost, old, new, withdrawn), session.check_store,
         )  # fmt: skip
         session.applications.joining = True
@@ -260,11 +264,13 @@ class Growing:
             return made
         session.applications.joining = False
         if made.peer in new:
-            return [
-                msgspec.structs.replace(each, name=renamed(each.name, token))
-                for rank, each in new.items()
-                if rank != made.peer
-            ]
+            left = [each for rank, each in new.items() if rank != made.peer]
+            again = Deadline.after(min(_AGAIN_SECONDS, deadline.left() * _SHARE))
+            try:
+                return session.applications.again(left, token, again, session.check_store)
+            except BaseException:
+                session.applications.note(applied, offers)
+                raise
         session.applications.note(applied, offers)
         error = made.error()
         error.rank, error.peer, error.op = session.rank, old.get(made.peer) if made.peer is not None else None, "grow"
@@ -303,9 +309,10 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
             offer = application.answer(deadline)
             # As long as the members wait, so that this one's own time decides nothing for them.
             joining = Deadline.after(offer.seconds)
-            attempt = Attempt(offer, Applications(store, config, offer.applied, runs=False), config, joining)
+            applications = Applications(store, config, offer.applied, part=_part(offer.token), runs=False)
+            attempt = Attempt(offer, applications, config, joining)
             made = attempt.run()
             if isinstance(made, Context):
                 attempt.keep(on_close)
                 return made
-            application.again(offer.token)
+            application.again(offer.token, deadline)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.config import Config
-from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded, XvcommError
+from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.rendezvous import returning
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
 from xvcomm.rendezvous.kubernetes import this_pod
@@ -74,6 +74,7 @@ def init(
         ConfigError: a variable is missing or invalid, or two processes have the same rank; the latter on all ranks.
         ArgumentError: `store` is none of the above, or `device` is malformed.
         DeadlineExceeded: names the ranks that did not join; on all ranks that did.
+        PeerLost: a rank ended while others joined; names it. On all ranks that have joined.
         StoreError: the store cannot be reached, or its port is in use.
         AuthenticationError: the store has a different secret.
         ResourceError: a limit of the system is reached; says how to raise it.
@@ -108,7 +109,8 @@ def init(
         if returns:
             _return(base, launcher, deadline)
     except BaseException as error:
-        if isinstance(error, ConfigError) and launcher.rank == 0 and launcher.size > 1:
+        wrong = isinstance(error, ConfigError) and launcher.rank == 0 and launcher.size > 1
+        if wrong or (isinstance(error, PeerLost) and base.served_here):
             # Keep serving for a moment, so that ranks that come later get this error instead of waiting for a server.
             time.sleep(_LINGER_SECONDS)
         base.close()

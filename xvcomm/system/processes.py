@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 _DIGITS = 10  # maximum length of a process id
 
@@ -20,6 +21,20 @@ def place() -> str:
 def own() -> str:
     """Identifies this process for `stopped`."""
     return f"{place()} {os.getpid()}"
+
+
+def identity() -> str:
+    """Identifies this process for `state`, also if its id is used again."""
+    return f"{own()} {started(os.getpid())}"
+
+
+def state(process: str) -> Literal["alive", "dead", "unknown"]:
+    """Whether the process of this `identity` runs; `unknown` for other hosts and PID namespaces."""
+    where, _, numbers = process.partition(" ")
+    pid, _, start = numbers.partition(" ")
+    if not where or where != place() or not pid.isdigit():
+        return "unknown"
+    return "alive" if started(int(pid)) == start else "dead"
 
 
 def stopped(process: str) -> bool:

@@ -13,8 +13,9 @@ import msgspec
 
 from xvcomm.abc.store import NotSet, PrefixStore, Standby, Store
 from xvcomm.config import Config
-from xvcomm.engine.session.joining import host_identity
+from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.presence import Presence
+from xvcomm.engine.session.remaining import JobRanks, Remaining
 from xvcomm.engine.session.succession import spare_ports
 from xvcomm.errors import Aborted, DeadlineExceeded, XvcommError
 from xvcomm.rendezvous.store.guarded import GuardedStore
@@ -67,9 +68,10 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
-_ENDED = "ended"
+_ENDED, _RANKS = "ended", "ranks"
 _decode_applicant = msgspec.msgpack.Decoder(Applicant).decode
 _decode_offer = msgspec.msgpack.Decoder(Offer).decode
+_decode_names = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class Applications:
@@ -82,14 +84,15 @@ class Applications:
     Args:
         store: in which the job has begun.
         applied: the number of applications that were decided before this rank has joined.
+        part: of the store that the job uses; empty if it uses all of it.
         runs: whether the job runs; else `begin` says that it does.
     """
 
-    def __init__(self, store: Store, config: Config, applied: int = 0, *, runs: bool = True) -> None:
-        self.store, self._config, self._runs = store, config, runs
+    def __init__(self, store: Store, config: Config, applied: int = 0, *, part: str = "", runs: bool = True) -> None:
+        self.store, self._config, self._part, self._runs = store, config, part, runs
         self._place, self._applied, self.joining = PrefixStore("applying", store), applied, False
         self._failed: dict[Applicant, Offer] = {}
-        self._closed = False
+        self._closed = self._leads = False
 
     def count(self, deadline: Deadline) -> int:
         """How many wait, those among them that have ended meanwhile; one request to the store."""
@@ -129,6 +132,36 @@ class Applications:
         mine = msgspec.msgpack.encode(offer)
         return not _decode_offer(self._place.decide(f"answer/{applicant.name}", mine, deadline)).refusal
 
+    def again(
+        self, applicants: Sequence[Applicant], token: str, deadline: Deadline, check: Callable[[], None]
+    ) -> list[Applicant]:
+        """Those that have applied again at the deadline, after an attempt that failed; sooner if all have. Others are refused.
+
+        The store keeps one decision for all members.
+
+        Args:
+            token: of the attempt.
+            check: see `GuardedStore`.
+        """
+        if not applicants:
+            return []
+        place = GuardedStore("applying", self.store, check, check)
+        names = {each: renamed(each.name, token) for each in applicants}
+        awaited = list(applicants)
+        while awaited:
+            try:
+                keys = [f"again/{names[each]}" for each in awaited]
+                place.wait(keys, Deadline.after(deadline.sooner(_LOOK_SECONDS)))
+                break
+            except NotSet:
+                ended = self.ended(awaited)
+                awaited = [] if deadline.expired() else [each for each in awaited if each not in ended]
+        came, settling = [n for n in names.values() if place.has(f"again/{n}")], Deadline.after(_LEAVE_SECONDS)
+        decided = _decode_names(place.decide(f"again/{token}", msgspec.msgpack.encode(came), settling))
+        for name in set(names.values()).difference(decided):
+            self.refuse(name, "it did not answer the ranks of the job in time; start it again", settling)
+        return [msgspec.structs.replace(each, name=name) for each, name in names.items() if name in decided]
+
     def refuse(self, name: str, why: str, deadline: Deadline) -> None:
         """Answer an application that comes to nothing."""
         self._place.decide(f"answer/{name}", msgspec.msgpack.encode(Offer(refusal=why)), deadline)
@@ -141,13 +174,25 @@ class Applications:
         """
         self._applied, self._failed = applied, dict(failed)
 
-    def following(self, applied: int) -> Applications:
-        """Those to the job that this one is to grow into, after so many were decided."""
-        return Applications(self.store, self._config, applied, runs=False)
+    def following(self, applied: int, part: str) -> Applications:
+        """Those to the job that this one is to grow into, after so many were decided; see the constructor."""
+        return Applications(self.store, self._config, applied, part=part, runs=False)
+
+    def meet(self, rank: int, joined: Sequence[Joining]) -> None:
+        """This rank knows all ranks of the job."""
+        self._ranks = JobRanks(joined[0].job, self._part, {})
+        for each in joined:
+            self._ranks.bytes.setdefault(each.info.host, {})[each.info.rank] = each.byte
+        self._leads = rank == 0
+        if self._runs:
+            self.begin()
 
     def begin(self) -> None:
-        """The job runs: when all its ranks have left, it has ended."""
+        """The job runs: when all its ranks have left, it has ended. Rank 0 tells those that wait which ones these are."""
         self._runs = True
+        if self._leads:
+            with contextlib.suppress(XvcommError):
+                self._place.set(_RANKS, msgspec.msgpack.encode(self._ranks), Deadline.after(_SETTLE_SECONDS))
 
     def close(self) -> None:
         """No rank of this job takes processes in any more: it has grown into another one, or the store is lost."""
@@ -175,7 +220,7 @@ class Applications:
 
     def _waits(self, name: str) -> bool:
         """Whether an application is without an answer, and not withdrawn."""
-        return not _is_set(self._place, f"answer/{name}")
+        return not self._place.has(f"answer/{name}")
 
     def _counted(self, deadline: Deadline) -> int:
         try:
@@ -224,6 +269,7 @@ class Application:
                 presence.byte, self._standby.address if self._standby is not None else "", number,
             )  # fmt: skip
             self._name, self._entry = number, f"applicant/{number}"
+            self._remaining = Remaining(store, f"applying/{_RANKS}", config, self._left)
             place.set(self._entry, msgspec.msgpack.encode(mine), deadline)
         except BaseException:
             self.close()
@@ -240,10 +286,12 @@ class Application:
             with contextlib.suppress(NotSet):
                 soon = Deadline.after(deadline.sooner(_LOOK_SECONDS))
                 return self._accepted(_decode_offer(self._place.get(f"answer/{self._name}", soon)))
-            if _is_set(self._place, _ENDED) or not _is_set(
-                self._place, self._entry
-            ):  # a folder is removed with the job
+            if self._place.has(_ENDED) or not self._place.has(self._entry):  # a folder is removed with the job
                 raise self._refused("the job has ended")
+            if self._remaining.over():
+                raise self._refused(
+                    "the job has ended, all its ranks have died or left; start the whole job again, without XVCOMM_REJOIN"
+                )
             if deadline.expired():
                 offer = self._withdraw()
                 if offer is not None:
@@ -254,6 +302,9 @@ class Application:
                     rank=self._rank, op="init",
                 )  # fmt: skip
 
+    def _left(self, job: str, rank: int) -> bool:
+        return self._place.has(f"left/{job}/{rank}")
+
     def _accepted(self, offer: Offer) -> Offer:
         self._answered = True
         if offer.refusal:
@@ -263,9 +314,10 @@ class Application:
     def _refused(self, why: str) -> Aborted:
         return Aborted(f"this process cannot join: {why}", rank=self._rank, op="init")
 
-    def again(self, token: str) -> None:
+    def again(self, token: str, deadline: Deadline) -> None:
         """Apply once more, after an attempt failed that others have ended."""
         self._name, self._answered = renamed(self._name, token), False
+        self._place.set(f"again/{self._name}", b"", deadline)
 
     def _withdraw(self) -> Offer | None:
         """Say that this process waits no more; what the members have offered meanwhile, if they have."""
@@ -282,14 +334,6 @@ class Application:
             self._withdraw()
         if self._standby is not None:
             self._standby.close()
-
-
-def _is_set(place: Store, key: str) -> bool:
-    try:
-        place.wait([key], Deadline.after(0))
-    except NotSet:
-        return False
-    return True
 
 
 def renamed(name: str, token: str) -> str:

@@ -19,6 +19,7 @@ from xvcomm.types.deadline import Deadline
 
 _WHY = "its process has ended: its connection to the job's store is closed"
 _POST_SECONDS = 2.0
+_PLACE = "deaths"
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -67,6 +68,20 @@ class _End(NamedTuple):
 _decode_notice = msgspec.msgpack.Decoder(_Notice).decode
 
 
+def died(store: Store, read: int) -> tuple[set[int], int]:
+    """The ranks that have died according to notices of a job of which this process is none.
+
+    Args:
+        store: of that job.
+        read: how many of its notices this process has read before.
+
+    Returns:
+        The ranks, and how many notices it has read now.
+    """
+    notices = [_decode_notice(notice) for notice in store.posted(_PLACE, read)]
+    return {n.rank for n in notices if not (n.left or n.silent or n.news)}, read + len(notices)
+
+
 class Elsewhere:
     """Follows the store's notices in a daemon thread, and posts this rank's in another one.
 
@@ -97,7 +112,7 @@ class Elsewhere:
         self._transport, self._lost, self._told, self._over = transport, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
-        self._notices = store.notices("deaths", died, silent, self._patience)
+        self._notices = store.notices(_PLACE, died, silent, self._patience)
         self.tells = self._notices is not None
         self._outbox: SimpleQueue[Stop | Departure | _End] = SimpleQueue()
         self._threads: list[Daemon] = []

@@ -109,6 +109,7 @@ class Session:
             raise
         self._joined = [joining.decode(data) for data in everybody]
         self.infos, self.name = tuple(j.info for j in self._joined), self._joined[0].job
+        self.applications.meet(rank, self._joined)
         serving = next((rank for rank, joined in enumerate(self._joined) if joined.serves), None)
         self.succession.open([j.successor for j in self._joined], serving)
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import stat
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.errors import ConfigError, DeadlineExceeded
@@ -63,7 +61,7 @@ def enter(folder: Path, ranks: int) -> None:
     """
     file = folder / _MEMBERS
     members = file.read_text().splitlines() if file.exists() else []
-    states = [_state(member) for member in members]
+    states = [processes.state(member) for member in members]
     if states and all(state == "dead" for state in states):
         _clear(folder)
         members = []
@@ -74,23 +72,14 @@ def enter(folder: Path, ranks: int) -> None:
             "XVCOMM_STORE"
         )
     with file.open("a") as out:
-        out.write(f"{processes.place()} {os.getpid()} {processes.started(os.getpid())}\n")
+        out.write(f"{processes.identity()}\n")
 
 
 def lives(folder: Path) -> bool:
     """Whether a registered process of this host runs, or one of another host may."""
     with contextlib.suppress(FileNotFoundError):
-        return any(_state(member) != "dead" for member in (folder / _MEMBERS).read_text().splitlines())
+        return any(processes.state(member) != "dead" for member in (folder / _MEMBERS).read_text().splitlines())
     return False
-
-
-def _state(member: str) -> Literal["alive", "dead", "unknown"]:
-    """Whether the process of this line runs; `unknown` for other hosts and PID namespaces."""
-    place, _, process = member.partition(" ")
-    pid, _, started = process.partition(" ")
-    if not place or place != processes.place() or not pid.isdigit():
-        return "unknown"
-    return "alive" if processes.started(int(pid)) == started else "dead"
 
 
 def _clear(folder: Path) -> None:

@@ -106,6 +106,10 @@ class GuardedStore(PrefixStore):
         """See `Store.decide`; also raises what the functions `check` and `unreachable` raise if the store cannot be reached."""
         return self._reach(partial(super().decide, key, value, deadline))
 
+    def decide_at_end(self, key: str, value: bytes) -> bool:
+        """Leaves it to `check` to tell of a process that ends."""
+        return True
+
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`; also raises what `check` raises."""
         return self._patiently(partial(super().get, key), deadline)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from xvcomm.abc.store import NotSet, Store
-from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, XvcommError
+from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.system import processes
 from xvcomm.types.deadline import Deadline
 
 _VERDICT = "verdict"
-_SETTLE_SECONDS = 5.0
+_SETTLE_SECONDS, _LOOK_SECONDS = 5.0, 1.0
 _SIZE_SHIFT = 32
 """The counter of joined ranks has the sum of their sizes above this bit, so that one request returns both."""
 
@@ -40,6 +42,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     who: str
     info: bytes
     size: int
+    process: str
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +50,7 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     late: str = ""
     wrong: str = ""
     failed: str = ""
+    lost: str = ""
     peer: int | None = None
 
 
@@ -59,7 +63,8 @@ def join_barrier(
     """Wait until all ranks have joined, and exchange a few bytes among them.
 
     One rank decides the outcome for all: the last rank to join that all are here, the first rank whose deadline passes who is
-    missing, or a rank whose number is already taken that it is. A store supports one call per rank; use a new `PrefixStore` for
+    missing, or a rank whose number is already taken that it is. If a rank ends that has joined, the store decides that; or, if it
+    does not notice, a rank of the same host. A store supports one call per rank; use a new `PrefixStore` for
     another.
 
     Args:
@@ -73,6 +78,7 @@ def join_barrier(
     Raises:
         DeadlineExceeded: names the ranks that have not joined; raised on all that have.
         ConfigError: two processes have the same rank or different sizes; names both. Raised on all ranks that have joined.
+        PeerLost: a rank has joined and ended before all have; names it. Raised on all ranks that have joined.
         Aborted: a rank called `refuse`.
         StoreError: the store cannot be reached.
     """
@@ -80,7 +86,9 @@ def join_barrier(
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
     if store.add(f"rank/{rank}", 1, deadline) > 1:
         raise _twice(store, rank, deadline, noun)
-    store.set(f"info/{rank}", msgspec.msgpack.encode(_Entry(_who(), info, size)), deadline)
+    noticed = store.decide_at_end(_VERDICT, msgspec.msgpack.encode(_ended(rank, _who(), noun)))
+    entry = _Entry(_who(), info, size, processes.identity())
+    store.set(f"info/{rank}", msgspec.msgpack.encode(entry), deadline)
     joined = store.add("joined", (size << _SIZE_SHIFT) + 1, deadline)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
@@ -88,16 +96,20 @@ def join_barrier(
         wrong = _sizes(store, rank, size, noun)
         raise ConfigError(_decide(store, _Verdict(wrong=wrong)).wrong or wrong, rank=rank)
     if count == size:
-        verdict = _decide(store, _Verdict([_entry(store, r, deadline).info for r in range(size)]))
+        entries = [_entry(store, r, deadline) for r in range(size)]
+        lost = None if noticed else _lost(enumerate(entries), noun)
+        verdict = _decide(store, lost or _Verdict([entry.info for entry in entries]))
     else:
         try:
-            verdict = _read(store, deadline)
+            verdict = _read(store, deadline) if noticed else _look(store, size, deadline, noun)
         except DeadlineExceeded:
             verdict = _give_up(store, size, noun)
     if verdict.wrong:
         raise ConfigError(verdict.wrong, rank=rank)
     if verdict.failed:
         raise Aborted(verdict.failed, rank=rank, peer=verdict.peer)
+    if verdict.lost:
+        raise PeerLost(verdict.lost, rank=rank, peer=verdict.peer)
     if verdict.late:
         raise DeadlineExceeded(verdict.late, rank=rank, peer=verdict.peer)
     return verdict.infos
@@ -164,6 +176,36 @@ def _decide(store: Store, verdict: _Verdict) -> _Verdict:
 
 def _read(store: Store, deadline: Deadline) -> _Verdict:
     return _decode_verdict(store.get(_VERDICT, deadline))
+
+
+def _look(store: Store, size: int, deadline: Deadline, noun: Noun) -> _Verdict:
+    """The verdict; looks meanwhile whether processes of this host that have joined still run."""
+    joined: dict[int, _Entry] = {}
+    while True:
+        try:
+            return _read(store, Deadline.after(deadline.sooner(_LOOK_SECONDS)))
+        except NotSet:
+            if deadline.expired():
+                raise
+        for rank in range(size):
+            with contextlib.suppress(NotSet):
+                joined[rank] = joined.get(rank) or _entry(store, rank, Deadline.after(0))
+        lost = _lost(joined.items(), noun)
+        if lost is not None:
+            return _decide(store, lost)
+
+
+def _lost(joined: Iterable[tuple[int, _Entry]], noun: Noun) -> _Verdict | None:
+    """The verdict if a process of this host has ended that has joined."""
+    return next((_ended(rank, e.who, noun) for rank, e in joined if processes.state(e.process) == "dead"), None)
+
+
+def _ended(rank: int, who: str, noun: Noun) -> _Verdict:
+    text = (
+        f"{noun.noun} {rank} ({who}) has ended before all {noun.noun}s had joined; its own output tells why, then start the job "
+        "again"
+    )
+    return _Verdict(lost=text, peer=rank)
 
 
 def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:

@@ -110,6 +110,13 @@ class Will(Message, frozen=True):
     patience: float
 
 
+class DecideAtEnd(Message, frozen=True):
+    """Client: once this connection is closed, decide `key`, as well as those of earlier such requests."""
+
+    key: str
+    value: bytes
+
+
 class Done(Message, frozen=True):
     """Server: success, for requests without a result."""
 
@@ -138,7 +145,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Request = Set | Get | Wait | Add | Decide | Will
+Request = Set | Get | Wait | Add | Decide | DecideAtEnd | Will
 Reply = Done | Value | Total | Missing | Failed
 
 

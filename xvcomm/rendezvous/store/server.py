@@ -187,6 +187,11 @@ class _Clients:
         for connection in self.waiting.pop(key, ()):
             connection.arrived(key)
 
+    def decide(self, key: str, value: bytes) -> bytes:
+        if key not in self.values:
+            self.put(key, value)
+        return self.values[key]
+
     def add(self, key: str, amount: int) -> protocol.Reply:
         try:
             total = int(self.values.get(key, b"0")) + amount
@@ -233,6 +238,7 @@ class _Connection(asyncio.Protocol):
         self._missing: set[str] = set()
         self._wanted: str | None = None
         self._will: protocol.Will | None = None
+        self._at_end: list[protocol.DecideAtEnd] = []
         self._heard = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -265,8 +271,11 @@ class _Connection(asyncio.Protocol):
             self._trusted = False
             self._clients.leave()
         # A process that ends closes its connections. A failure of the network proves nothing.
-        if self._will is not None and (exc is None or isinstance(exc, ConnectionError)):
-            self._clients.execute(self._will, self._will.value)
+        if exc is None or isinstance(exc, ConnectionError):
+            if self._will is not None:
+                self._clients.execute(self._will, self._will.value)
+            for request in self._at_end:
+                self._clients.decide(request.key, request.value)
 
     def descriptor(self) -> int:
         """File descriptor of the socket; negative once it is closed."""
@@ -295,6 +304,7 @@ class _Connection(asyncio.Protocol):
         """Close the connection, including copies of its socket in forked processes."""
         self._clients.strangers.leave(self)
         self._will = None
+        self._at_end.clear()
         _shutdown(self._transport.get_extra_info("socket"))
         self._transport.abort()
 
@@ -354,9 +364,10 @@ class _Connection(asyncio.Protocol):
             case protocol.Add(key, amount):
                 self._send(self._clients.add(key, amount))
             case protocol.Decide(key, value):
-                if key not in self._clients.values:
-                    self._clients.put(key, value)
-                self._send(protocol.Value(self._clients.values[key]))
+                self._send(protocol.Value(self._clients.decide(key, value)))
+            case protocol.DecideAtEnd():
+                self._at_end = [r for r in self._at_end if r.key not in self._clients.values] + [request]
+                self._send(protocol.Done())
             case protocol.Get(key, seconds):
                 self._park([key], key, seconds)
             case protocol.Wait(keys, seconds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import socket
@@ -103,6 +104,18 @@ class TcpStore(Store):
         request = protocol.Will(place, will, following.left, silence, patience)
         self._ask(link, protocol.encode(request), deadline, "leave a will")
         return following
+
+    def decide_at_end(self, key: str, value: bytes) -> bool:
+        """See `Store.decide_at_end`; the store also decides if a later request fails on the connection that this one uses."""
+        self._call(protocol.DecideAtEnd(key, value), Deadline.after(ANSWER_SECONDS), f"prepare {key!r}")
+        return True
+
+    def posted(self, place: str, read: int) -> list[bytes]:
+        found: list[bytes] = []
+        with contextlib.suppress(NotSet):
+            while True:
+                found.append(self.get(f"{place}/{read + len(found) + 1}", Deadline.after(0)))
+        return found
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return ended(addresses)
