@@ -84,7 +84,7 @@ def train_over_rdma(pp, dp, port, direct):
         losses = train.train(comm, train.Layout.over(comm.topology, pp, dp), settings(), None)
         elements = MICRO_BATCHES * MODEL.context * MODEL.dim if pp > 1 else MODEL.parameters
         assert job.by_scheme(comm, "rdma") - before >= STEPS * 4 * elements, inside.network(comm).paths()
-        contexts = inside.context(comm).session.open_contexts()
+        contexts = inside.context(comm).session.supervision.contexts()
         placed = {end.layout.apart for context in contexts if context.path != "0" for end in context.rings.ends()}
         assert placed == {direct}, placed
         comm.barrier()

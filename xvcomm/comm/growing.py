@@ -258,7 +258,7 @@ class Growing:
             raise
         if isinstance(made, Context):
             self._shrinking.end()
-            for group in session.open_contexts():
+            for group in session.supervision.contexts():
                 group.lifecycle.close(_GROWN)
             attempt.keep(session.hand_over())
             return made

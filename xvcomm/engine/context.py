@@ -89,10 +89,10 @@ class Context:
         self.lifecycle = Lifecycle(
             session, path, ranks, self.rank, self.topology, self.rings, self.tracker, self.diagnosis, self._part
         )
-        self.lifecycle.on_close(lambda: session.remove(self))
+        self.lifecycle.on_close(lambda: session.supervision.remove(self))
         self._users = self.lifecycle.users
         self._failures = Failures(self.lifecycle, self.diagnosis, self.rings, ranks, self.rank, self.topology)
-        session.add(self)
+        session.supervision.add(self)
         making = session.guarded(f"comm/{path}", self._check_making)
         try:
             with session.telling(making):

@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -33,21 +32,16 @@ from xvcomm.engine.session.reach import Reach
 from xvcomm.engine.session.recorders import Recorders
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.succession import Succession, spare_ports
-from xvcomm.engine.session.supervised import Supervised
+from xvcomm.engine.session.supervision import Supervision
 from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
 from xvcomm.errors import PeerLost, XvcommError
-from xvcomm.memory.ring import Reason
 from xvcomm.memory.segment import sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore, cause
 from xvcomm.rendezvous.store.join import join_barrier, refuse
 from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.system import forking, limits
 from xvcomm.trace.format import Life, Record
-from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import Deadline
-
-_NEWS = 256
-"""How many aborts and departures on other hosts are kept, of communicators that this rank may not have made yet."""
 
 
 class Session:
@@ -64,6 +58,7 @@ class Session:
         neighbours: the ranks of this host, including this one.
         name: of the job, equal on all ranks.
         numbers: of all ranks, as programs know them; see `Growth`.
+        supervision: its communicators, and which ranks are lost.
         applications: of processes that want to join.
         growth: of what others have grown into this job; None if it has begun so.
         at_close: takes a function for `close` to call, before those that it took earlier.
@@ -84,13 +79,11 @@ class Session:
             PeerLost, Aborted: another rank died or failed meanwhile; gives the reason.
         """
         self.store, self.rank, self.size, self.config = MovingStore(store, on_close), rank, size, config
-        self._contexts: set[Supervised] = set()
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
-        self._lost, self._seen_left = dict[int, str](), set[int]()
         self._elsewhere: Elsewhere | None = None
         self._told = b""  # generation of the store in which this rank has published what others need
-        self._news: deque[tuple[int, Stop | Departure]] = deque(maxlen=_NEWS)
         self.journal, self.growth = Journal(), growth
+        self.supervision = Supervision(self.journal)
         self._closed, self._cleanup = False, contextlib.ExitStack()
         self.at_close = self._cleanup.callback
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
@@ -117,7 +110,7 @@ class Session:
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         self._reach = Reach(self.transports, self._joined, rank)
         self.recorders = Recorders(
-            self.journal, self._joined, rank, self.neighbours, self._reach, lambda r: self._lost.get(r, "")
+            self.journal, self._joined, rank, self.neighbours, self._reach, lambda r: self.supervision.lost.get(r, "")
         )
         self.explaining = Explaining(self.recorders, config, self.name, rank, size, self.history)
         self._cleanup.callback(self.explaining.close)
@@ -172,7 +165,7 @@ class Session:
                     self._cleanup.callback(self.explaining.close)  # what it reads is closed later
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
-                        look = partial(self._watch_over, lambda context: context.tracker.look())
+                        look = partial(self.supervision.watch_over, lambda context: context.tracker.look())
                         self._cleanup.callback(Rounds("xvcomm-device", look).close)
                     failing.pop_all()
         except BaseException as error:
@@ -186,7 +179,7 @@ class Session:
         server = self.succession.server
         self._elsewhere = None if not others else Elsewhere(
             self.store, self.rank, self.neighbours, server, server if server in others else others[0],
-            self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self._on_news,
+            self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self.supervision.hear,
         )  # fmt: skip
 
     def follow_store(self, deadline: Deadline) -> None:
@@ -226,7 +219,7 @@ class Session:
         with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
             self._place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
         for rank in self.neighbours:
-            if rank == self.rank or rank in self._lost:
+            if rank == self.rank or rank in self.supervision.lost:
                 self.sweep(rank)
         self.close()
 
@@ -262,10 +255,9 @@ class Session:
             raise
 
     def _check_neighbours(self) -> None:
-        with self._lock:
-            for rank in self._lost:
-                text = f"rank {rank} on {self.infos[rank].hostname} died while it joined"
-                raise PeerLost(text, rank=self.rank, peer=rank)
+        for rank in list(self.supervision.lost):
+            text = f"rank {rank} on {self.infos[rank].hostname} died while it joined"
+            raise PeerLost(text, rank=self.rank, peer=rank)
 
     def member(self, rank: int) -> Member:
         """The properties of a rank that determine its rings."""
@@ -274,32 +266,9 @@ class Session:
             rank, joined.offers, joined.info.device, equipment.collective_label(self.infos, rank), joined.memory
         )
 
-    def add(self, context: Supervised) -> None:
-        """Watch a communicator from now on, and close it with the session."""
-        with self._lock:
-            self._contexts.add(context)
-            self.journal.recorder.note_group(Group(context.ident, context.path, tuple(map(int, context.ranks))))
-            gone, known = [*self._lost, *self._seen_left], list(self._news)
-        for rank in gone:
-            context.lifecycle.lose(rank)
-        for rank, news in known:
-            if news.path == context.path:
-                context.lifecycle.hear(rank, news)
-
-    def remove(self, context: Supervised) -> None:
-        """Stop watching a communicator that is closed."""
-        with self._lock:
-            self._contexts.discard(context)
-            self.journal.recorder.erase_group(context.ident)
-
     def history(self) -> list[Record]:
         """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
-        return with_ways(self.journal.recorder.history(), self.open_contexts())
-
-    def open_contexts(self) -> list[Supervised]:
-        """The communicators that are not closed."""
-        with self._lock:
-            return list(self._contexts)
+        return with_ways(self.journal.recorder.history(), self.supervision.contexts())
 
     def _on_exit(self, rank: int) -> None:
         """A process of this host has ended: stop every communicator that contains it."""
@@ -308,27 +277,23 @@ class Session:
             with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves removes them too
                 self.sweep(rank)
         words, left = self.last_words(rank), self.journal.left(rank)
-        with self._lock:
-            self._lost[rank] = words
-            first = next((r for r in self.neighbours if r not in self._lost and not self.journal.left(r)), self.rank)
+        self.supervision.note_lost(rank, words)
+        first = next((r for r in self.neighbours if not self.gone(r)), self.rank)
         if not left and first == self.rank:
             self.explaining.dump(rank, "its process has ended")
-        self._lose(rank)
+        self.supervision.lose(rank)
 
     def _lose_elsewhere(self, rank: int, why: str) -> None:
         """A process of another host has ended or cannot be reached: stop every communicator that contains it."""
-        with self._lock:
-            self._lost.setdefault(rank, why)
-        self._lose(rank)
+        self.supervision.note_lost(rank, self.supervision.lost.get(rank, why))
+        self.supervision.lose(rank)
         if self._elsewhere is not None:
             self._elsewhere.note_lost(rank)
 
     def _on_left(self, rank: int) -> None:
         """A rank of another host has closed its session."""
         self.journal.note_left(rank)
-        with self._lock:
-            self._seen_left.add(rank)
-        self._lose(rank)
+        self.supervision.note_left(rank)
 
     def announce(self, news: Stop | Departure, ranks: Collection[int]) -> None:
         """Tell those of a communicator's ranks that are on other hosts what became of it on this one, if the store can."""
@@ -339,38 +304,16 @@ class Session:
         """Whether announcements of a rank come to this one."""
         return self._elsewhere is not None and self._elsewhere.tells and rank not in self.neighbours
 
-    def _on_news(self, rank: int, news: Stop | Departure) -> None:
-        """A rank of another host has stopped or closed a communicator."""
-        with self._lock:
-            self._news.append((rank, news))
-        for context in self.open_contexts():
-            if context.path == news.path:
-                context.lifecycle.hear(rank, news)
-
-    def _lose(self, rank: int) -> None:
-        self._watch_over(lambda context: context.lifecycle.lose(rank))
-
     def _look(self) -> None:
         self.succession.look()
         for rank in self.neighbours:
             # A rank that left before it had mapped the communicator's contract check could not publish its leaving there.
-            if rank != self.rank and rank not in self._seen_left and self.journal.left(rank):
-                with self._lock:
-                    self._seen_left.add(rank)
-                self._lose(rank)
+            if rank != self.rank and rank not in self.supervision.left and self.journal.left(rank):
+                self.supervision.note_left(rank)
         if self._elsewhere is not None:
             self._elsewhere.look()
         self.explaining.look()
-        self._watch_over(lambda context: context.look())
-
-    def _watch_over(self, look: Callable[[Supervised], None]) -> None:
-        """Call `look` for every communicator; abort the one for which it fails, or nobody would learn of its failures."""
-        for context in self.open_contexts():
-            try:
-                look(context)
-            except Exception as error:
-                why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
-                context.lifecycle.abort(Reason.ABORTED.word(context.rank, context.rank), why)
+        self.supervision.watch_over(lambda context: context.look())
 
     def sweep(self, rank: int, part: str = "") -> None:
         """Remove the names of the segments that a rank of this host created; `part` selects a communicator."""
@@ -392,17 +335,18 @@ class Session:
 
     def gone(self, rank: int) -> bool:
         """Whether a rank of this host has died or closed its communicators."""
-        return rank in self._lost or self.journal.left(rank)
+        return rank in self.supervision.lost or self.journal.left(rank)
 
     def last_words(self, rank: int) -> str:
         """The last operation of a rank as text, for error messages; of a rank of another host also the connections to it."""
-        words = self._lost[rank] if rank in self._lost else self.recorders.words(rank)
+        lost = self.supervision.lost
+        words = lost[rank] if rank in lost else self.recorders.words(rank)
         connections = "" if rank in self.neighbours else self._reach.transport(rank).connections(rank)
         return f"{words}; connections from {self.infos[self.rank].hostname}: {connections}" if connections else words
 
     def _stricken(self, rank: int) -> bool:
         """Whether a rank of the same host is lost."""
-        return self.infos[rank].host in {self.infos[other].host for other in list(self._lost)}
+        return self.infos[rank].host in {self.infos[other].host for other in list(self.supervision.lost)}
 
     def doubt(self, ranks: Sequence[int]) -> None:
         """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
@@ -420,8 +364,7 @@ class Session:
         self._closed = True
         self._lock = threading.RLock()  # the copied lock may be held by a thread that the child does not have
         self._cleanup.pop_all()
-        for context in self._contexts:
-            context.after_fork()
+        self.supervision.after_fork()
 
     def _at_exit(self) -> None:
         self.explaining.note_end(getattr(sys, "last_value", None))
@@ -443,8 +386,8 @@ class Session:
         with self._cleanup:  # It runs every step, even if an interrupt ends one of them.
             if self.journal:
                 job, leave = (self.name, self.rank, self.size), self.applications.leave
-                self._cleanup.callback(leave, job, self._lost, self.journal.left)
+                self._cleanup.callback(leave, job, self.supervision.lost, self.journal.left)
                 # After the communicators are closed: until then others may wait for operations that this rank has begun.
                 self._cleanup.callback(self.journal.recorder.live, Life.CLOSED)
-            for context in self.open_contexts():
+            for context in self.supervision.contexts():
                 self._cleanup.callback(context.lifecycle.close)

@@ -1,0 +1,92 @@
+"""The open communicators of a session, and what they learn of the ranks of the job: losses, departures, news of other hosts."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from xvcomm.engine.session.elsewhere import Departure, Stop
+from xvcomm.engine.session.journal import Journal
+from xvcomm.engine.session.supervised import Supervised
+from xvcomm.memory.ring import Reason
+from xvcomm.trace.snapshot import Group
+
+_NEWS = 256
+"""How many aborts and departures on other hosts are kept, of communicators that this rank may not have made yet."""
+
+
+class Supervision:
+    """Tells every communicator of a session what becomes of the ranks of the job. Ranks are numbers of the whole job.
+
+    Attributes:
+        lost: the ranks that have died or cannot be reached, with the last words of each.
+        left: the ranks that have left in good order, as far as the communicators were told.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.lost, self.left = dict[int, str](), set[int]()
+        self._journal, self._contexts = journal, set[Supervised]()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close communicators at any point
+        self._news: deque[tuple[int, Stop | Departure]] = deque(maxlen=_NEWS)
+
+    def add(self, context: Supervised) -> None:
+        """Watch a communicator from now on; it learns what is known already."""
+        with self._lock:
+            self._contexts.add(context)
+            self._journal.recorder.note_group(Group(context.ident, context.path, tuple(map(int, context.ranks))))
+            gone, known = [*self.lost, *self.left], list(self._news)
+        for rank in gone:
+            context.lifecycle.lose(rank)
+        for rank, news in known:
+            if news.path == context.path:
+                context.lifecycle.hear(rank, news)
+
+    def remove(self, context: Supervised) -> None:
+        """Stop watching a communicator that is closed."""
+        with self._lock:
+            self._contexts.discard(context)
+            self._journal.recorder.erase_group(context.ident)
+
+    def contexts(self) -> list[Supervised]:
+        """The communicators that are not closed."""
+        with self._lock:
+            return list(self._contexts)
+
+    def note_lost(self, rank: int, words: str) -> None:
+        """A rank is lost; `lose` tells the communicators."""
+        with self._lock:
+            self.lost[rank] = words
+
+    def note_left(self, rank: int) -> None:
+        """A rank has left in good order: tell the communicators."""
+        with self._lock:
+            self.left.add(rank)
+        self.lose(rank)
+
+    def lose(self, rank: int) -> None:
+        """Stop every communicator that contains a rank which is lost; one that has left in good order ends what waits for it."""
+        self.watch_over(lambda context: context.lifecycle.lose(rank))
+
+    def hear(self, rank: int, news: Stop | Departure) -> None:
+        """A rank of another host has stopped or closed a communicator."""
+        with self._lock:
+            self._news.append((rank, news))
+        for context in self.contexts():
+            if context.path == news.path:
+                context.lifecycle.hear(rank, news)
+
+    def watch_over(self, look: Callable[[Supervised], None]) -> None:
+        """Call `look` for every communicator; abort the one for which it fails, or nobody would learn of its failures."""
+        for context in self.contexts():
+            try:
+                look(context)
+            except Exception as error:
+                why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
+                context.lifecycle.abort(Reason.ABORTED.word(context.rank, context.rank), why)
+
+    def after_fork(self) -> None:
+        """Close every communicator in a forked child, without notifying the other ranks."""
+        self._lock = threading.RLock()  # the copied lock may be held by a thread that the child does not have
+        for context in self._contexts:
+            context.after_fork()
