@@ -61,6 +61,17 @@ def test_notices_are_read_without_following_them(server: TcpServer) -> None:
     store.close()
 
 
+def test_many_notices_come_in_several_answers(server: TcpServer) -> None:
+    store = client(server)
+    following, big = store.notices("place", b""), [bytes([number]) * 600_000 for number in range(4)]
+    for notice in big:
+        following.post(notice, Deadline.after(SOON))
+    some = store.posted("place", 0)
+    assert 1 <= len(some) < len(big) and some + store.posted("place", len(some)) == big
+    assert [following.next() for _ in big] == big
+    store.close()
+
+
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_process_that_ends_decides(server: TcpServer, decided: bool) -> None:
     """Unless the key was decided before. The connection serves other requests as well, so none is added."""

@@ -76,6 +76,14 @@ class Get(Message, frozen=True):
     seconds: float | None
 
 
+class Read(Message, frozen=True):
+    """Client: the values of `place/N` from N = `first` on, as many as are set; waits for the first one as `Get` does."""
+
+    place: str
+    first: int
+    seconds: float | None
+
+
 class Wait(Message, frozen=True):
     """Client: see `Store.wait`."""
 
@@ -127,6 +135,12 @@ class Value(Message, frozen=True):
     value: bytes
 
 
+class Values(Message, frozen=True):
+    """Server: values of the keys, in order; not all that are set if they are many."""
+
+    values: list[bytes]
+
+
 class Total(Message, frozen=True):
     """Server: the sum."""
 
@@ -145,8 +159,8 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Request = Set | Get | Wait | Add | Decide | DecideAtEnd | Will
-Reply = Done | Value | Total | Missing | Failed
+Request = Set | Get | Read | Wait | Add | Decide | DecideAtEnd | Will
+Reply = Done | Value | Values | Total | Missing | Failed
 
 
 class Malformed(Exception):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -111,11 +111,12 @@ class TcpStore(Store):
         return True
 
     def posted(self, place: str, read: int) -> list[bytes]:
-        found: list[bytes] = []
-        with contextlib.suppress(NotSet):
-            while True:
-                found.append(self.get(f"{place}/{read + len(found) + 1}", Deadline.after(0)))
-        return found
+        try:
+            reply = self._call(protocol.Read(place, read + 1, 0), Deadline.after(ANSWER_SECONDS), "read notices")
+        except NotSet:
+            return []
+        assert isinstance(reply, protocol.Values)
+        return reply.values
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return ended(addresses)
@@ -278,15 +279,15 @@ class _TcpNotices(Notices):
     ) -> None:
         self.left = f"{place}/left/{secrets.token_hex(8)}"
         self._store, self._ask, self._link, self._place = store, ask, link, place
-        self._read = 0
+        self._read, self._unread = 0, deque[bytes]()
 
     def next(self) -> bytes:
-        reply = self._ask(
-            protocol.encode(protocol.Get(f"{self._place}/{self._read + 1}", None)), NEVER, "read a notice"
-        )
-        assert isinstance(reply, protocol.Value)
-        self._read += 1
-        return reply.value
+        if not self._unread:
+            reply = self._ask(protocol.encode(protocol.Read(self._place, self._read + 1, None)), NEVER, "read notices")
+            assert isinstance(reply, protocol.Values)
+            self._unread.extend(reply.values)
+            self._read += len(reply.values)
+        return self._unread.popleft()
 
     def post(self, notice: bytes, deadline: Deadline) -> None:
         self._store.set(f"{self._place}/{self._store.add(self._place, 1, deadline)}", notice, deadline)
