@@ -84,7 +84,7 @@ class Elastic:
 
     def _awaited(self) -> bool:
         """Whether processes wait to join; the first rank asks, so that all decide alike."""
-        waiting: int = self.comm.broadcast_object(self.comm.applicants() if self.comm.rank == 0 else 0, 0)
+        waiting: int = self.comm.broadcast_object(self.comm.join_requests() if self.comm.rank == 0 else 0, 0)
         return waiting > 0
 
     def _grow(self) -> None:

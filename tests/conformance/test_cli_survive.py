@@ -55,7 +55,7 @@ while comm.size < 3 or not again:
             os.kill(os.getpid(), signal.SIGKILL)
         if comm.size == 3 and comm.all_reduce(numpy.ones(1) * again)[0]:
             break
-        if comm.size < 3 and comm.broadcast_object(comm.applicants() if comm.rank == 0 else None, 0):
+        if comm.size < 3 and comm.broadcast_object(comm.join_requests() if comm.rank == 0 else None, 0):
             comm = comm.grow()
             break
     except xvcomm.PeerLost:
@@ -124,7 +124,7 @@ if rank == 1 and not again:
 while not again and comm.size == 1 or not again and len(comm.job_ranks) == 2 and comm.rank == 0:
     try:
         comm.barrier()
-        if comm.size == 1 and comm.applicants():
+        if comm.size == 1 and comm.join_requests():
             comm = comm.grow()
             comm.barrier()
             time.sleep(1)

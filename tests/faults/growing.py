@@ -17,7 +17,7 @@ from xvcomm.testing.signals import await_that
 
 
 def grown(comm, timeout=None):
-    """The communicator of all ranks and those that have applied, and how long it took to make."""
+    """The communicator of all ranks and those that have asked to join, and how long it took to make."""
     begun = time.monotonic()
     made = comm.grow(timeout)
     seconds = time.monotonic() - begun
@@ -27,7 +27,7 @@ def grown(comm, timeout=None):
 
 def take_in(comm, count, timeout=None):
     """Grow once so many processes wait to join, and all ranks know of them."""
-    await_that(lambda: comm.applicants() >= count)
+    await_that(lambda: comm.join_requests() >= count)
     comm.barrier()
     return grown(comm, timeout)
 

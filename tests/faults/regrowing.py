@@ -141,8 +141,8 @@ def _play(comm, plan, rank, life):
 def _awaited(comm, *, wait):
     """Whether processes wait to join; if all steps are done, one is waited for."""
     if wait and comm.rank == 0:
-        await_that(lambda: comm.applicants() > 0)
-    return comm.broadcast_object(comm.applicants() if comm.rank == 0 else 0, 0) > 0
+        await_that(lambda: comm.join_requests() > 0)
+    return comm.broadcast_object(comm.join_requests() if comm.rank == 0 else 0, 0) > 0
 
 
 def _end(end):

@@ -17,7 +17,7 @@ HOSTS = {"hosts": "a:2,b:1"}
 def end_before(comm):
     """The ranks end without taking in the process that waits."""
     left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
+    await_that(lambda: left.join_requests() > 0)
     left.barrier()
     left.close()
 
@@ -37,7 +37,7 @@ def test_the_job_ends(places):
 def die_at_last(comm, folder, first_leaves):
     """All ranks that are left die, or the first one leaves in good order before."""
     left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
+    await_that(lambda: left.join_requests() > 0)
     left.barrier()
     if not first_leaves:
         die()
@@ -78,7 +78,7 @@ def join_and_die(file):
 def die_when_one_waits(comm, file):
     comm.barrier()
     file.touch()
-    await_that(lambda: comm.applicants() > 0)
+    await_that(lambda: comm.join_requests() > 0)
     comm.barrier()
     die()
 
@@ -133,7 +133,7 @@ def test_a_process_that_comes_after_the_end(tmp_path):
 
 
 def end_with_one_waiting(comm):
-    await_that(lambda: comm.applicants() > 0)
+    await_that(lambda: comm.join_requests() > 0)
     comm.barrier()
     comm.close()
 

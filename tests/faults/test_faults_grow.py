@@ -103,13 +103,13 @@ def test_a_job_becomes_larger():
 
 
 def grow_alone(comm):
-    """Without applicants `grow` does what `shrink` does without a loss; and what it refuses."""
+    """Without join requests `grow` does what `shrink` does without a loss; and what it refuses."""
     part = comm.split(0)
     with pytest.raises(ArgumentError, match="whole job"):
         part.grow()
     with pytest.raises(ArgumentError, match="whole job"):
-        part.applicants()
-    assert comm.applicants() == 0
+        part.join_requests()
+    assert comm.join_requests() == 0
     made, _ = grown(comm)
     works(made, comm.job_ranks)
     part.barrier()
@@ -118,7 +118,7 @@ def grow_alone(comm):
     with pytest.raises(ClosedError, match="grown"):
         comm.grow()
     with pytest.raises(ClosedError, match="grown"):
-        comm.applicants()
+        comm.join_requests()
     made, _ = shrunk(made)
     made, _ = grown(made)
     works(made, comm.job_ranks)
@@ -128,7 +128,7 @@ def grow_alone(comm):
     with pytest.raises(ClosedError):
         part.barrier()
     with pytest.raises(ClosedError):
-        made.applicants()
+        made.join_requests()
 
 
 @pytest.mark.parametrize("places", [ISLANDS, HOSTS], ids=["islands", "hosts"])
@@ -144,7 +144,7 @@ def groups_end(comm):
         part = left.split(0)
         left.barrier()
         work = part.irecv(np.empty(8, np.int32), 1 - part.rank)
-        await_that(lambda: left.applicants() > 0)
+        await_that(lambda: left.join_requests() > 0)
         if part.rank == 0:
             time.sleep(0.5)  # the other rank waits for it in `grow`
         made, _ = grown(left)
@@ -184,8 +184,8 @@ def test_the_next_job_of_these_processes():
 def after_one_that_dies(comm, request, before):
     """The newcomer may die at any point: the ranks go on without it, or lose it afterwards."""
     left = lose(comm, (1,))
-    if request > _APPLIES or (request == _APPLIES and not before):
-        await_that(lambda: left.applicants() > 0)
+    if request > _ASKS or (request == _ASKS and not before):
+        await_that(lambda: left.join_requests() > 0)
     left.barrier()
     made, seconds = grown(left)
     if made.size > left.size:
@@ -198,8 +198,8 @@ def after_one_that_dies(comm, request, before):
     return round(seconds, 3)
 
 
-_APPLIES = 3
-"""The request to the store by which a process applies."""
+_ASKS = 3
+"""The request to the store by which a process asks to join."""
 
 
 @pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -213,7 +213,7 @@ def test_a_newcomer_is_killed(request_number, before):
 def die_in_grow(comm, first, victim, request, before):
     """A member may die at any point when it grows: all others raise the loss, and shrink, with the newcomer or without it."""
     left = lose(comm, (first,))
-    await_that(lambda: left.applicants() > 0)
+    await_that(lambda: left.join_requests() > 0)
     with contextlib.suppress(PeerLost):
         left.barrier()
         with dying_at(request, before) if own(comm) == victim else contextlib.nullcontext():
@@ -258,7 +258,7 @@ def test_a_member_is_killed(victim, request_number, before):
 def shrink_while_others_grow(comm):
     """Those that have noticed a loss shrink, while others are about to grow: these notice it there, and shrink too."""
     left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
+    await_that(lambda: left.join_requests() > 0)
     left.barrier()
     if own(comm) == 3:
         die()
@@ -285,7 +285,7 @@ def test_some_shrink():
 def shrink_together(comm):
     """Some shrink without a loss while others grow: all get one communicator, without the newcomer."""
     left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
+    await_that(lambda: left.join_requests() > 0)
     left.barrier()
     made, _ = shrunk(left) if own(comm) == 0 else grown(left)
     works(made, (0, 2))

@@ -146,7 +146,7 @@ def regrow(comm, lost):
             while True:
                 comm.all_reduce(np.zeros(1 << 18))
         comm = comm.shrink()
-        while comm.broadcast_object(comm.applicants() if comm.rank == 0 else None, 0) < int(lost):
+        while comm.broadcast_object(comm.join_requests() if comm.rank == 0 else None, 0) < int(lost):
             time.sleep(0.02)
         begun = time.monotonic()
         comm = comm.grow()

@@ -1,4 +1,4 @@
-"""Makes a job of the ranks of another one and of processes that have applied to join it: all of them make it, or none."""
+"""Makes a job of the ranks of another one and of processes that have asked to join it: all of them make it, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from xvcomm.abc.store import NotSet, Store
 from xvcomm.comm.shrinking import Shrinking
 from xvcomm.config import Config
 from xvcomm.engine.context import Context
-from xvcomm.engine.session.applications import Applicant, Application, Applications, Growth, Offer, numbered
+from xvcomm.engine.session.grown_job import GrownJob
+from xvcomm.engine.session.join_requests import JoinReply, JoinRequest, JoinRequests, numbered
+from xvcomm.engine.session.pending_request import PendingRequest
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.session.survivors import Decision
 from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
@@ -23,12 +25,12 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
 _LOOK_SECONDS = 0.1
-_APPLICANTS_SECONDS = 0.3
+_NEWCOMERS_SECONDS = 0.3
 _GROWN = "on a communicator of a job that has grown; make it anew by split() of what grow() returned"
 _SHARE = 0.5
 """The part of the time that is left in which newcomers must join; in the rest the members go on without one that does not."""
 _AGAIN_SECONDS = 3.0
-"""How long newcomers may take to apply again after an attempt that failed; the next one goes on without those that do not."""
+"""How long newcomers may take to ask again after an attempt that failed; the next one goes on without those that do not."""
 _SETTLE_SECONDS = 2.0
 """How long the store may take to keep the outcome after the deadline, since the others are to learn of it."""
 
@@ -48,28 +50,28 @@ class Attempt:
     Ranks are those of the grown job.
 
     Args:
-        applications: to the grown job.
+        requests: to join the grown job.
         lost: the ranks that have ended, as far as this process knows, in words.
         unreachable: see `GuardedStore`.
     """
 
     def __init__(
-        self, offer: Offer, applications: Applications, config: Config, deadline: Deadline,
+        self, reply: JoinReply, requests: JoinRequests, config: Config, deadline: Deadline,
         lost: Callable[[], Mapping[int, str]] = dict[int, str], unreachable: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._rank, self._size, self._config, self._deadline = offer.rank, len(offer.numbers), config, deadline
-        self._numbers, self._newcomers = offer.numbers, offer.newcomers
+        self._rank, self._size, self._config, self._deadline = reply.rank, len(reply.numbers), config, deadline
+        self._numbers, self._newcomers = reply.numbers, reply.newcomers
         self._lost, self._unreachable, self._over = lost, unreachable, False
         self._kept = contextlib.ExitStack()
-        self._growth = Growth(offer.numbers, applications, self._check)
-        self._place = GuardedStore(_part(offer.token), applications.store, lambda: None, lambda: self._unreachable())
+        self._grown = GrownJob(reply.numbers, requests, self._check)
+        self._place = GuardedStore(_part(reply.token), requests.store, lambda: None, lambda: self._unreachable())
 
     def run(self) -> Context | Failure:
         """The grown job's communicator; or why there is none, if that is not this process's own failure, which is raised."""
         session = None
         try:
             session = Session(
-                self._place, self._rank, self._size, self._config, self._deadline, self._kept.close, self._growth
+                self._place, self._rank, self._size, self._config, self._deadline, self._kept.close, self._grown
             )
             made = Context(session, "0", tuple(range(self._size)), self._deadline, OpCode.INIT)
             outcome = self._confirm(session)
@@ -92,7 +94,7 @@ class Attempt:
     def _succeed(self) -> None:
         """Check nothing any more, and let go of the job before, as the grown one keeps this object."""
         self._over, self._lost, self._unreachable = True, dict[int, str], lambda: None
-        self._growth.applications.begin()
+        self._grown.requests.begin()
 
     def keep(self, close: Callable[[], None]) -> None:
         """Let a function close the store once the grown job is closed."""
@@ -186,7 +188,7 @@ def _part(token: str) -> str:
 
 
 class Growing:
-    """Takes processes that have applied into a job, together with all its ranks.
+    """Takes processes that ask to join into a job, together with all its ranks.
 
     Args:
         shrinking: of the communicator of all ranks.
@@ -214,8 +216,8 @@ class Growing:
                 f"grow: {shrinking.name(gone)} is lost, {self._session.last_words(gone)}; go on without it by shrink()",
                 rank=self._session.rank, peer=gone, op="grow",
             )  # fmt: skip
-        if decision.applied is not None:
-            self._session.applications.note(decision.applied)
+        if decision.decided is not None:
+            self._session.join_requests.note(decision.decided)
         newcomers, attempts = list(decision.newcomers), 0
         while newcomers:
             token = f"{decision.token}.{attempts}"
@@ -226,10 +228,10 @@ class Growing:
         return shrinking.make(decision, OpCode.GROW, deadline)
 
     def _attempt(
-        self, decision: Decision, newcomers: Sequence[Applicant], token: str, deadline: Deadline
-    ) -> Context | list[Applicant]:
+        self, decision: Decision, newcomers: Sequence[JoinRequest], token: str, deadline: Deadline
+    ) -> Context | list[JoinRequest]:
         """Make the grown job; or the newcomers that are left for another attempt, because one has failed."""
-        session, members, applied = self._session, decision.members, decision.applied or 0
+        session, members, decided = self._session, decision.members, decision.decided or 0
         before = [session.numbers[rank] for rank in members]
         given = numbered(before, [each.number for each in newcomers])
         numbers = tuple(sorted((*before, *given)))
@@ -238,23 +240,23 @@ class Growing:
         old = {place[number]: rank for number, rank in zip(before, members, strict=True)}
         own, joining = place[session.numbers[session.rank]], Deadline.after(deadline.left() * _SHARE)
         who = {rank: each.who for rank, each in new.items()}
-        offer = Offer(token, own, numbers, who, applied, joining.left())
-        offers = {each: msgspec.structs.replace(offer, rank=rank) for rank, each in new.items()}
+        reply = JoinReply(token, own, numbers, who, decided, joining.left())
+        replies = {each: msgspec.structs.replace(reply, rank=rank) for rank, each in new.items()}
         withdrawn = dict[int, str]()
         attempt = Attempt(
-            offer, session.applications.following(applied, _part(token)), session.config, joining,
+            reply, session.join_requests.following(decided, _part(token)), session.config, joining,
             partial(self._lost, old, new, withdrawn), session.check_store,
         )  # fmt: skip
-        session.applications.joining = True
+        session.join_requests.joining = True
         try:
             if session.rank == members[0]:
                 for rank, each in new.items():
-                    if not session.applications.offer(each, offers[each], joining):
+                    if not session.join_requests.answer(each, replies[each], joining):
                         withdrawn[rank] = f"grow: {each.who} waits no more"
             made = attempt.run()
         except BaseException:
-            session.applications.joining = False
-            session.applications.note(applied, offers)
+            session.join_requests.joining = False
+            session.join_requests.note(decided, replies)
             raise
         if isinstance(made, Context):
             self._shrinking.end()
@@ -262,22 +264,22 @@ class Growing:
                 group.lifecycle.close(_GROWN)
             attempt.keep(session.hand_over())
             return made
-        session.applications.joining = False
+        session.join_requests.joining = False
         if made.peer in new:
             left = [each for rank, each in new.items() if rank != made.peer]
             again = Deadline.after(min(_AGAIN_SECONDS, deadline.left() * _SHARE))
             try:
-                return session.applications.again(left, token, again, session.check_store)
+                return session.join_requests.again(left, token, again, session.check_store)
             except BaseException:
-                session.applications.note(applied, offers)
+                session.join_requests.note(decided, replies)
                 raise
-        session.applications.note(applied, offers)
+        session.join_requests.note(decided, replies)
         error = made.error()
         error.rank, error.peer, error.op = session.rank, old.get(made.peer) if made.peer is not None else None, "grow"
         raise error
 
     def _lost(
-        self, old: Mapping[int, int], new: Mapping[int, Applicant], withdrawn: Mapping[int, str]
+        self, old: Mapping[int, int], new: Mapping[int, JoinRequest], withdrawn: Mapping[int, str]
     ) -> Mapping[int, str]:
         session = self._session
         lost = {
@@ -285,8 +287,8 @@ class Growing:
             for rank, before in old.items()
             if session.gone(before)
         }
-        if not lost and session.rank == old[min(old)] and time.monotonic() - self._looked > _APPLICANTS_SECONDS:
-            ended = session.applications.ended(list(new.values()))
+        if not lost and session.rank == old[min(old)] and time.monotonic() - self._looked > _NEWCOMERS_SECONDS:
+            ended = session.join_requests.ended(list(new.values()))
             lost = {rank: f"grow: {each.who} has ended, which joined" for rank, each in new.items() if each in ended}
             self._looked = time.monotonic()
         return lost or withdrawn
@@ -304,15 +306,15 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
         DeadlineExceeded: they did not in time.
         Aborted: the job has ended, or its ranks do not take this process.
     """
-    with contextlib.closing(Application(store, rank, config, deadline)) as application:
+    with contextlib.closing(PendingRequest(store, rank, config, deadline)) as request:
         while True:
-            offer = application.answer(deadline)
+            reply = request.answer(deadline)
             # As long as the members wait, so that this one's own time decides nothing for them.
-            joining = Deadline.after(offer.seconds)
-            applications = Applications(store, config, offer.applied, part=_part(offer.token), runs=False)
-            attempt = Attempt(offer, applications, config, joining)
+            joining = Deadline.after(reply.seconds)
+            requests = JoinRequests(store, config, reply.decided, part=_part(reply.token), runs=False)
+            attempt = Attempt(reply, requests, config, joining)
             made = attempt.run()
             if isinstance(made, Context):
                 attempt.keep(on_close)
                 return made
-            application.again(offer.token, deadline)
+            request.again(reply.token, deadline)

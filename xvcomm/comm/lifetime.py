@@ -80,10 +80,10 @@ class Lifetime:
         return self._replace_by(made, Shrinking(made, self._shrinking))
 
     def grow(self, timeout: float | None = None) -> Self:
-        """Create a communicator of all ranks of this one and the processes that have applied to join the job by now.
+        """Create a communicator of all ranks of this one and the processes that have asked to join the job by now.
 
         All ranks must call this at the same point of the program; it blocks until they have, and the newcomers have joined. A
-        process applies by `xvcomm.init` with `XVCOMM_REJOIN=1`, and gets the new communicator there. It has the rank number
+        process asks by `xvcomm.init` with `XVCOMM_REJOIN=1`, and gets the new communicator there. It has the rank number
         that it was started with if that is free, or else the last one. This communicator is closed, as by `shrink`. With
         newcomers the job begins anew in the same processes: its other communicators are closed, too. Without, this does what
         `shrink` does. Only for the communicator of the whole job.
@@ -103,10 +103,10 @@ class Lifetime:
         same = made.session is self._context.session
         return self._replace_by(made, Shrinking(made, self._shrinking if same else None))
 
-    def applicants(self, timeout: float | None = None) -> int:
+    def join_requests(self, timeout: float | None = None) -> int:
         """How many processes wait to join the job, by `grow`; this rank may know of one earlier than another rank.
 
-        Takes one request to the job's store. Some of them may have ended since they applied.
+        Takes one request to the job's store. Some of them may have ended since they asked.
 
         Raises:
             DeadlineExceeded, StoreError: the store does not answer, or cannot be reached.
@@ -115,13 +115,13 @@ class Lifetime:
         """
         self._ensure_whole()
         if self._context.lifecycle.closed:
-            raise ClosedError(f"applicants {self._context.lifecycle.closed}", rank=self.rank)
-        return self._context.session.applications.count(self._deadline(timeout))
+            raise ClosedError(f"join_requests {self._context.lifecycle.closed}", rank=self.rank)
+        return self._context.session.join_requests.count(self._deadline(timeout))
 
     def _ensure_whole(self) -> None:
         if not self._whole:
             raise ArgumentError(
-                "only the communicator of the whole job can grow: call applicants() and grow() on what xvcomm.init(), "
+                "only the communicator of the whole job can grow: call join_requests() and grow() on what xvcomm.init(), "
                 "shrink() or grow() returned, and make groups of the new one by split() or subgroup()"
             )
 

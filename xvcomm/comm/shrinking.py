@@ -68,7 +68,7 @@ class Shrinking:
         """Close the communicator, and agree with its ranks on those that go on.
 
         Args:
-            op: what this rank does: GROW takes in processes that have applied.
+            op: what this rank does: GROW takes in processes that have asked to join.
         """
         lifecycle = self.context.lifecycle
         if self._done or not self._begun:

@@ -135,8 +135,8 @@ class Context:
         self.check_in_job()
         if self._made_by in (OpCode.SHRINK, OpCode.GROW):
             self.session.check_store()
-        elif self.session.growth is not None:
-            self.session.growth.check()
+        elif self.session.grown is not None:
+            self.session.grown.check()
 
     def native(self, deadline: Deadline) -> Collective:
         """The native library of this rank's island; joins it on first use."""

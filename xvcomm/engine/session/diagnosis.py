@@ -117,7 +117,7 @@ class Diagnosis:
             return PeerLost(
                 f"{what}: {self._session.server_lost()}; close the communicator, and restart the job", **known
             )
-        if reason is Reason.LEFT and self._session.applications.joining:
+        if reason is Reason.LEFT and self._session.join_requests.joining:
             return ClosedError(
                 f"{what}: the job has grown; make the communicator anew by split() of what grow() returned", **known
             )

@@ -19,11 +19,12 @@ from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Membership
 from xvcomm.config import Config
 from xvcomm.engine.session import equipment, joining, plugins
-from xvcomm.engine.session.applications import Applications, Growth, part
 from xvcomm.engine.session.attaching import share_journal
 from xvcomm.engine.session.carried import with_ways
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
 from xvcomm.engine.session.explaining import Explaining
+from xvcomm.engine.session.grown_job import GrownJob, part
+from xvcomm.engine.session.join_requests import JoinRequests
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.peer_rings import PeerRings
@@ -57,16 +58,16 @@ class Session:
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
         name: of the job, equal on all ranks.
-        numbers: of all ranks, as programs know them; see `Growth`.
+        numbers: of all ranks, as programs know them; see `GrownJob`.
         supervision: its communicators, and which ranks are lost.
-        applications: of processes that want to join.
-        growth: of what others have grown into this job; None if it has begun so.
+        join_requests: of processes that want to join.
+        grown: what this job knows of the one that has grown into it; None if there is none.
         at_close: takes a function for `close` to call, before those that it took earlier.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, config: Config, deadline: Deadline, on_close: Callable[[], None],
-        growth: Growth | None = None,
+        grown: GrownJob | None = None,
     ) -> None:  # fmt: skip
         """Join the other ranks; blocks until all have joined.
 
@@ -82,7 +83,7 @@ class Session:
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         self._elsewhere: Elsewhere | None = None
         self._told = b""  # generation of the store in which this rank has published what others need
-        self.journal, self.growth = Journal(), growth
+        self.journal, self.grown = Journal(), grown
         self.supervision = Supervision(self.journal)
         self._closed, self._cleanup = False, contextlib.ExitStack()
         self.at_close = self._cleanup.callback
@@ -91,9 +92,9 @@ class Session:
         self.succession = Succession(self.store, rank, spare, self.gone, self._stricken)
         self._cleanup.callback(self.succession.close)
         self._cleanup.callback(self.store.close)
-        self.numbers = tuple(range(size)) if growth is None else growth.numbers
-        self.applications = Applications(store, config) if growth is None else growth.applications
-        join, self._meeting = part("join", store, growth), part("transports", self.store, growth)
+        self.numbers = tuple(range(size)) if grown is None else grown.numbers
+        self.join_requests = JoinRequests(store, config) if grown is None else grown.requests
+        join, self._meeting = part("join", store, grown), part("transports", self.store, grown)
         try:
             mine = self._introduce(join)
             everybody = join_barrier(join, rank, size, msgspec.msgpack.encode(mine), deadline)
@@ -102,7 +103,7 @@ class Session:
             raise
         self._joined = [joining.decode(data) for data in everybody]
         self.infos, self.name = tuple(j.info for j in self._joined), self._joined[0].job
-        self.applications.meet(rank, self._joined)
+        self.join_requests.meet(rank, self._joined)
         serving = next((rank for rank, joined in enumerate(self._joined) if joined.serves), None)
         self.succession.open([j.successor for j in self._joined], serving)
         shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
@@ -195,7 +196,7 @@ class Session:
             self._told = self.succession.generation
 
     def _abandon_elsewhere(self) -> None:
-        self.applications.close()
+        self.join_requests.close()
         if self._elsewhere is not None:
             self._elsewhere.abandon(served=self.journal.left(self.succession.suspect))
 
@@ -372,7 +373,7 @@ class Session:
 
     def hand_over(self) -> Callable[[], None]:
         """Leave the job that has grown into another one, which uses the same store: returns what closes that."""
-        self.applications.close()
+        self.join_requests.close()
         with contextlib.closing(self):
             return self.store.hand_over()
 
@@ -385,7 +386,7 @@ class Session:
         atexit.unregister(self._at_exit)
         with self._cleanup:  # It runs every step, even if an interrupt ends one of them.
             if self.journal:
-                job, leave = (self.name, self.rank, self.size), self.applications.leave
+                job, leave = (self.name, self.rank, self.size), self.join_requests.leave
                 self._cleanup.callback(leave, job, self.supervision.lost, self.journal.left)
                 # After the communicators are closed: until then others may wait for operations that this rank has begun.
                 self._cleanup.callback(self.journal.recorder.live, Life.CLOSED)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from xvcomm.abc.store import NotSet, PrefixStore, Store
-from xvcomm.engine.session.applications import Applicant
+from xvcomm.engine.session.join_requests import JoinRequest
 from xvcomm.engine.session.session import Session
 from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.types.deadline import Deadline
@@ -31,15 +31,15 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         token: differs from round to round.
         by: the rank that has decided.
         newcomers: the processes that join; none unless all members are left and take processes in.
-        applied: the number of applications that are decided with it, see `Applications.note`; None if it is not about them.
+        decided: the number of join requests that are decided with it, see `JoinRequests.note`; None if it is not about them.
     """
 
     members: tuple[int, ...]
     late: tuple[int, ...]
     token: str
     by: int
-    newcomers: tuple[Applicant, ...] = ()
-    applied: int | None = None
+    newcomers: tuple[JoinRequest, ...] = ()
+    decided: int | None = None
 
 
 class _Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +79,7 @@ class Survivors:
             ranks: of the communicator, in its order.
             departed: those of them that have closed it, as far as this rank knows; without those that have come, afterwards.
             come: called once the others know that this rank has come.
-            grows: whether this rank takes in processes that have applied; none are if one of the ranks does not.
+            grows: whether this rank takes in processes that have asked to join; none are if one of the ranks does not.
             since: the first round of this communicator.
             excluded: those of the ranks that are left out, though they may live.
 
@@ -198,7 +198,7 @@ class _Round:
             return None
         if len(members) < len(self._ranks) or not all(arrival.grows for arrival in came.values()):
             return self._decide(members, ())
-        return self._decide(members, (), *self._session.applications.waiting(self._deadline))
+        return self._decide(members, (), *self._session.join_requests.waiting(self._deadline))
 
     def _settled(self) -> bool:
         """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
@@ -213,11 +213,11 @@ class _Round:
         return self._decide((), self._missing(left) or left[:1])
 
     def _decide(
-        self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[Applicant] = (),
-        applied: int | None = None,
+        self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[JoinRequest] = (),
+        decided: int | None = None,
     ) -> Decision:  # fmt: skip
         token, own = secrets.token_hex(4), self._session.rank
-        mine = Decision(tuple(members), tuple(late), token, own, tuple(newcomers), applied)
+        mine = Decision(tuple(members), tuple(late), token, own, tuple(newcomers), decided)
         # Beyond the deadline, since the others are to learn of it.
         settling = Deadline.after(max(self._deadline.left(), _DISCORD_SECONDS))
         return _decode_decision(self._place.decide("decision", msgspec.msgpack.encode(mine), settling))

@@ -1,4 +1,4 @@
-"""Processes that apply to join a job: what becomes of `grow` if they, or its ranks, fail."""
+"""Processes that ask to join a job: what becomes of `grow` if they, or its ranks, fail."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from shrinking import die, shrunk, works
 
 import xvcomm
 from xvcomm.comm import growing
-from xvcomm.engine.session import applications, session
+from xvcomm.engine.session import pending_request, session
 from xvcomm.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, ResourceError, StoreError
 from xvcomm.testing.signals import await_that
 from xvcomm.testing.world import World
@@ -31,7 +31,7 @@ def go_on_without(comm, file):
     with pytest.raises(ClosedError):
         left.barrier()
     works(made, left.job_ranks)
-    assert made.applicants() == 0
+    assert made.join_requests() == 0
     made.barrier()
     if made.rank == 0:
         os.kill(int(file.read_text()), signal.SIGCONT)
@@ -44,7 +44,7 @@ def go_on_without(comm, file):
 def stop_when_taken_in(file):
     """It learns what became of it when it goes on."""
     file.write_text(str(os.getpid()))
-    real = applications.Application.answer
+    real = pending_request.PendingRequest.answer
 
     def answer(self, deadline):
         found = real(self, deadline)
@@ -52,7 +52,7 @@ def stop_when_taken_in(file):
         return found
 
     with (
-        mock.patch.object(applications.Application, "answer", answer),
+        mock.patch.object(pending_request.PendingRequest, "answer", answer),
         pytest.raises(DeadlineExceeded, match=rf"grow: process {os.getpid()} on .* did not join as rank 1 in time"),
     ):
         xvcomm.init()
@@ -79,7 +79,7 @@ def go_on_without_many(comm, folder):
 
 def stop_together(folder):
     """One is named by all, the others are refused."""
-    real = applications.Application.answer
+    real = pending_request.PendingRequest.answer
 
     def answer(self, deadline):
         found = real(self, deadline)
@@ -88,7 +88,7 @@ def stop_together(folder):
         return found
 
     with (
-        mock.patch.object(applications.Application, "answer", answer),
+        mock.patch.object(pending_request.PendingRequest, "answer", answer),
         pytest.raises((Aborted, DeadlineExceeded), match=r"did not (answer|join as rank \d+) .*in time"),
     ):
         xvcomm.init()
@@ -100,7 +100,7 @@ def test_many_newcomers_are_stopped(tmp_path):
 
 
 def go_on_after_a_failed_attempt(comm):
-    """One newcomer dies while the ranks wait for it, and another one has just applied: it waits for the next `grow`."""
+    """One newcomer dies while the ranks wait for it, and another one has just asked to join: it waits for the next `grow`."""
     left = lose(comm, (1, 3))
     made, _ = take_in(left, 1)
     if 3 not in made.job_ranks:
@@ -112,7 +112,7 @@ def go_on_after_a_failed_attempt(comm):
 def die_when_the_other_has_applied(folder):
     def confirm(self, session):
         (folder / "joins").touch()
-        await_that((folder / "applied").exists)
+        await_that((folder / "asked").exists)
         die()
 
     with mock.patch.object(growing.Attempt, "_confirm", confirm):
@@ -120,14 +120,14 @@ def die_when_the_other_has_applied(folder):
 
 
 def apply_meanwhile(folder):
-    real = applications.Application.answer
+    real = pending_request.PendingRequest.answer
 
     def answer(self, deadline):
-        (folder / "applied").touch()
+        (folder / "asked").touch()
         return real(self, deadline)
 
     await_that((folder / "joins").exists)
-    with mock.patch.object(applications.Application, "answer", answer):
+    with mock.patch.object(pending_request.PendingRequest, "answer", answer):
         join((0, 2, 3))
 
 
@@ -144,7 +144,7 @@ def test_an_attempt_fails_while_another_process_applies(tmp_path):
 
 
 def take_in_twice(comm, file):
-    """The application that was withdrawn is left out, and the second one of the same process is taken."""
+    """The join request that was withdrawn is left out, and the second one of the same process is taken."""
     left = lose(comm, (1,))
     await_that(file.exists)
     made, _ = take_in(left, 2)
@@ -182,14 +182,14 @@ def take_in_slowly(comm):
 
 def join_late():
     """It is taken in shortly before its own time is over."""
-    real = applications.Application.answer
+    real = pending_request.PendingRequest.answer
 
     def answer(self, deadline):
         found = real(self, deadline)
         time.sleep(max(0, deadline.left() - 0.2))
         return found
 
-    with mock.patch.object(applications.Application, "answer", answer):
+    with mock.patch.object(pending_request.PendingRequest, "answer", answer):
         comm = xvcomm.init(timeout=3.0)
     works(comm, (0, 1, 2))
     comm.close()
@@ -201,14 +201,14 @@ def test_the_members_time_applies():
 
 
 def mixed_after_growing(comm):
-    """A communicator that some shrink and others grow leaves what was decided about applications as it was."""
+    """A communicator that some shrink and others grow leaves what was decided about join requests as it was."""
     made, _ = take_in(lose(comm, (1,)), 1)
     shrink_or_grow(made)
 
 
 def shrink_or_grow(comm):
     made, _ = grown(comm) if comm.rank == 0 else shrunk(comm)
-    assert made.applicants() == 0
+    assert made.join_requests() == 0
     made.barrier()
     made, seconds = grown(made)
     assert seconds < 2.0
@@ -226,7 +226,7 @@ def test_some_shrink_after_growing():
 
 
 def go_on_with_the_others(comm, file):
-    """A newcomer that fails, and applies again at once, waits for the next `grow`; the others of this one join."""
+    """A newcomer that fails, and asks again at once, waits for the next `grow`; the others of this one join."""
     left = lose(comm, (1, 3))
     real = growing.Attempt.run
 
@@ -257,18 +257,18 @@ def fail_and_apply_again(file):
     bad = mock.Mock(side_effect=ResourceError("too many open files"))
     with mock.patch.object(session.equipment, "open_transports", bad), pytest.raises(ResourceError):
         xvcomm.init()
-    real = applications.Application.answer
+    real = pending_request.PendingRequest.answer
 
     def answer(self, deadline):
         file.touch()
         return real(self, deadline)
 
-    with mock.patch.object(applications.Application, "answer", answer):
+    with mock.patch.object(pending_request.PendingRequest, "answer", answer):
         join((0, 1, 2, 3))
 
 
 def test_a_newcomer_fails_and_applies_again(tmp_path):
-    file = tmp_path / "applied again"
+    file = tmp_path / "asked again"
     with World(4) as world:
         for rank in range(4):
             world.submit(rank, go_on_with_the_others, file)
@@ -283,7 +283,7 @@ def test_a_newcomer_fails_and_applies_again(tmp_path):
 def fail_once(comm, failing):
     """A member's own failure: the newcomer waits for the next `grow`, whichever member has failed."""
     left = lose(comm, (1,))
-    await_that(lambda: left.applicants() > 0)
+    await_that(lambda: left.join_requests() > 0)
     left.barrier()
     bad = mock.Mock(side_effect=ResourceError("too many open files"))
     fails = left.rank == failing
@@ -293,7 +293,7 @@ def fail_once(comm, failing):
     ):
         left.grow()
     made, _ = shrunk(left)
-    assert made.applicants() == 1
+    assert made.join_requests() == 1
     made.barrier()
     made, _ = grown(made)
     works(made, comm.job_ranks)
@@ -330,9 +330,9 @@ def test_the_ranks_do_not_grow_in_time(tmp_path):
 
 
 def grow_without_the_store(comm):
-    """The store in which the job has begun ends with rank 0: no process can apply any more."""
+    """The store in which the job has begun ends with rank 0: no process can ask to join any more."""
     left = lose(comm, (0,))
-    assert left.applicants() == 0
+    assert left.join_requests() == 0
     made, _ = grown(left)
     works(made, left.job_ranks)
     made.close()
