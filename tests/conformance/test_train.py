@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from xvcomm.testing import World
 
 TRAIN = str(Path(__file__).parents[2] / "examples" / "train.py")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith(("XVCOMM_", "OMPI_"))} | {"COLUMNS": "120"}
@@ -40,6 +47,22 @@ def run(*command: str, timeout: float = 90) -> tuple[int, str]:
     return process.returncode, out
 
 
+Begin = Callable[..., tuple[int, str]]
+
+
+def command_on_rank(comm: object, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of the trainer's command in a rank of a `World`; it joins its job once more by itself."""
+    folder = str(Path(TRAIN).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(runpy.run_path(TRAIN)["main"])
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
 def launched(labels: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "xvcomm", "run", "--islands", labels, "--", TRAIN, *SMALL, *arguments)
 
@@ -50,15 +73,42 @@ def read(folder: Path) -> tuple[dict, list[dict], dict]:
     return header, steps, check["check"]
 
 
-def train(folder: Path, *command: str) -> tuple[dict, list[float]]:
+def train(folder: Path, *command: str, begin: Begin = run) -> tuple[dict, list[float]]:
     """Run with `--check`; returns the header and the losses."""
-    code, out = run(*command, "--check", "--out", str(folder))
+    code, out = begin(*command, "--check", "--out", str(folder))
     assert code == 0, out
     assert "same loss as one process" in out
     header, steps, check = read(folder)
     assert check["passed"] and check["worst_relative_difference"] <= 1e-5
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     return header, [step["loss"] for step in steps]
+
+
+@contextlib.contextmanager
+def ranks(islands: str | None) -> Iterator[Begin]:
+    """Calls the trainer's command on ranks that stay; gives its exit code and output on the first of them."""
+    with World(islands=islands, env={"XVCOMM_DEVICE": "host"}, preload=["typer.testing", "matplotlib.figure"]) as world:
+
+        def begin(*arguments: str) -> tuple[int, str]:
+            done = world.run(command_on_rank, *arguments, timeout=90)
+            assert len({code for code, _ in done}) == 1, done
+            return done[0]
+
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Begin]:
+    """Two islands of two ranks, which the tests of schedules and layouts share: launchers have tests of their own."""
+    with ranks(BORDER) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Begin]:
+    """A job of one rank, without labels."""
+    with ranks(None) as begin:
+        yield begin
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +186,8 @@ def test_frameworks_mixed_on_four_ranks(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
-def test_schedules(tmp_path: Path, alone: list[float], schedule: str) -> None:
-    header, losses = train(tmp_path, *launched(BORDER, "--schedule", schedule))
+def test_schedules(four: Begin, tmp_path: Path, alone: list[float], schedule: str) -> None:
+    header, losses = train(tmp_path, *SMALL, "--schedule", schedule, begin=four)
     assert_like(losses, alone)
     assert header["schedule"] == schedule
     assert header["layers_per_stage"] == ([1, 1, 1, 1] if schedule == "interleaved" else [2, 2])
@@ -155,8 +205,8 @@ def test_schedules_of_frameworks(tmp_path: Path, alone: list[float], schedule: s
 @pytest.mark.parametrize(
     ("islands", "arguments", "stages"),
     [
-        ("cuda:2,rocm:2", ("--pp", "4", "--micro-batches", "8"), [[0], [1], [2], [3]]),
-        ("cuda:2,rocm:2", ("--dp", "4", "--micro-batches", "2"), [[0, 1, 2, 3]]),
+        (BORDER, ("--pp", "4", "--micro-batches", "8"), [[0], [1], [2], [3]]),
+        (BORDER, ("--dp", "4", "--micro-batches", "2"), [[0, 1, 2, 3]]),
         ("cuda:1,rocm:1,cuda:1,rocm:1", ("--layers-per-stage", "3,1"), [[0, 2], [1, 3]]),
         pytest.param("cuda:1,rocm:3", ("--pp", "2"), [[0, 1], [2, 3]], marks=pytest.mark.slow),
         pytest.param("cuda:1,rocm:1,host:2", ("--pp", "2"), [[0, 1], [2, 3]], marks=pytest.mark.slow),
@@ -164,15 +214,16 @@ def test_schedules_of_frameworks(tmp_path: Path, alone: list[float], schedule: s
     ],
 )
 def test_layouts(
-    tmp_path: Path, alone: list[float], islands: str, arguments: tuple[str, ...], stages: list[list[int]]
+    four: Begin, tmp_path: Path, alone: list[float], islands: str, arguments: tuple[str, ...], stages: list[list[int]]
 ) -> None:
-    header, losses = train(tmp_path, *launched(islands, *arguments))
+    with contextlib.nullcontext(four) if islands == BORDER else ranks(islands) as begin:
+        header, losses = train(tmp_path, *SMALL, *arguments, begin=begin)
     assert_like(losses, alone)
     assert header["stages"] == stages
 
 
-def test_one_process_without_labels_is_no_rehearsal(tmp_path: Path) -> None:
-    header, _ = train(tmp_path, sys.executable, TRAIN, *SMALL)
+def test_one_process_without_labels_is_no_rehearsal(one: Begin, tmp_path: Path) -> None:
+    header, _ = train(tmp_path, *SMALL, begin=one)
     assert header["rehearsal"] is False
 
 
@@ -202,10 +253,9 @@ def test_a_failed_check_fails_the_run(tmp_path: Path) -> None:
         (("--islands", BORDER), "labels 4 ranks, the job has 1"),
     ],
 )
-def test_invalid_settings_are_rejected(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    code, out = run(sys.executable, TRAIN, *SMALL, *arguments, "--out", str(tmp_path))
+def test_invalid_settings_are_rejected(one: Begin, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    code, out = one(*SMALL, *arguments, "--out", str(tmp_path))
     assert code == 1
-    assert "Traceback" not in out
     assert words in " ".join(out.split())
 
 
@@ -293,6 +343,6 @@ def test_elastic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--pp", "2"), ("--check",)])
-def test_elastic_refuses(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    code, out = run(sys.executable, TRAIN, *SMALL, "--elastic", *arguments, "--out", str(tmp_path))
+def test_elastic_refuses(one: Begin, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code, out = one(*SMALL, "--elastic", *arguments, "--out", str(tmp_path))
     assert code == 1 and "--elastic has one stage and no --check" in " ".join(out.split())
