@@ -1,11 +1,13 @@
 """Deadlocks that users have made: each has a verdict that names who holds the job up, and on which line."""
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.testing.world import World
 
 TIMEOUT = 1.0
+AMPLE = 20.0  # seconds in which all ranks that wait have their error
 LARGE = 1 << 21  # elements: more than a ring holds
 
 
@@ -32,10 +35,13 @@ def two_hosts():
 
 
 class Job:
-    """What the ranks of a case have: communicators on which every rank has completed an operation, and arrays."""
+    """What the ranks of a case have: communicators on which every rank has completed an operation, and arrays.
 
-    def __init__(self, comm):
-        self.world, self.rank = comm, comm.rank
+    A rank that waits for nothing more, or in vain, has a file of its number in a folder: others keep it waiting until then.
+    """
+
+    def __init__(self, comm, folder):
+        self.world, self.rank, self.folder = comm, comm.rank, folder
         self.a, self.b, self.c = (comm.split(0) for _ in range(3))
         self.arrays = arrays(comm)
         self.x, self.large = self.arrays.put(np.ones(16)), self.arrays.put(np.zeros(LARGE))
@@ -45,10 +51,26 @@ class Job:
             each.timeout = TIMEOUT
         self.next, self.previous = (comm.rank + 1) % 4, (comm.rank - 1) % 4
 
-    def compute(self, seconds=3 * TIMEOUT):
+    def compute(self, seconds=AMPLE):
+        self.waits_no_more()
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and len(os.listdir(self.folder)) < self.world.size:
             pass
+
+    def afterwards(self, function, *args):
+        """Call a function in a thread when no rank waits any more."""
+
+        def await_all():
+            until = time.monotonic() + AMPLE
+            while time.monotonic() < until and len(os.listdir(self.folder)) < self.world.size:
+                time.sleep(0.05)
+            function(*args)
+
+        self.waits_no_more()
+        threading.Thread(target=await_all).start()
+
+    def waits_no_more(self):
+        Path(self.folder, str(self.rank)).touch()
 
     def close(self):
         for each in (self.a, self.b, self.c, self.over):
@@ -72,7 +94,7 @@ def two_never_called(job):
 def blocked_in_a_system_call(job):
     if job.rank == 1:
         reader, writer = os.pipe()
-        threading.Timer(3 * TIMEOUT, os.write, (writer, b"x")).start()
+        job.afterwards(os.write, writer, b"x")
         os.read(reader, 1)
         os.close(reader)
         os.close(writer)
@@ -82,7 +104,10 @@ def blocked_in_a_system_call(job):
 
 def holds_the_interpreter_lock(job):
     if job.rank == 3:
-        sum(range(3 * 10**8))  # one call that does not look at signals
+        libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        # Waits in vain, with the interpreter's lock, and goes on after signals.
+        libc.pthread_mutex_timedlock(mutex, (ctypes.c_long * 2)(int(time.time() + 4 * TIMEOUT), 0))
     else:
         job.a.all_reduce(job.x)
 
@@ -91,7 +116,7 @@ def waits_for_a_lock(job):
     if job.rank == 0:
         lock = threading.Lock()
         lock.acquire()
-        threading.Timer(3 * TIMEOUT, lock.release).start()
+        job.afterwards(lock.release)
         lock.acquire()
     else:
         job.a.broadcast(job.x, 1)
@@ -99,7 +124,9 @@ def waits_for_a_lock(job):
 
 def stopped(job):
     if job.rank == 1:
-        with subprocess.Popen(["sh", "-c", f"sleep {4 * TIMEOUT}; kill -CONT {os.getpid()}"]):
+        job.waits_no_more()
+        others = f"[ -e {job.folder}/0 ] && [ -e {job.folder}/2 ] && [ -e {job.folder}/3 ]"
+        with subprocess.Popen(["sh", "-c", f"until {others}; do sleep 0.1; done; kill -CONT {os.getpid()}"]):
             os.kill(os.getpid(), signal.SIGSTOP)
     else:
         job.a.all_reduce(job.x)
@@ -305,9 +332,9 @@ DIFFER = (collective_in_one_branch, roots_differ, sizes_differ)
 SIMPLE_ERRORS = {uneven_loop_and_end: PeerLost, **dict.fromkeys(DIFFER, MismatchError)}
 
 
-def run(comm, case, on_gpus=False):
+def run(comm, case, folder, on_gpus=False):
     """The error of a rank in a case, as its type's name and text; None if it had none."""
-    job = Job(comm)
+    job = Job(comm, folder)
     try:
         globals()[case](job)
         if on_gpus:  # where operations are only enqueued
@@ -317,6 +344,7 @@ def run(comm, case, on_gpus=False):
         found = None
     except XvcommError as error:
         found = type(error).__name__, str(error)
+    job.waits_no_more()
     if case == "uneven_loop_and_end":
         job.a.close()
     job.over.barrier(timeout=30)
@@ -325,13 +353,13 @@ def run(comm, case, on_gpus=False):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_verdict(two_hosts, case):
-    check(two_hosts, case)
+def test_the_verdict(two_hosts, case, tmp_path):
+    check(two_hosts, case, tmp_path)
 
 
 @pytest.mark.parametrize("case", ON_ONE_HOST, ids=lambda case: case.__name__)
-def test_the_verdict_on_one_host(one_host, case):
-    check(one_host, case)
+def test_the_verdict_on_one_host(one_host, case, tmp_path):
+    check(one_host, case, tmp_path)
 
 
 @pytest.fixture(scope="module", params=[{}, {"islands": "a:2,b:2"}], ids=["one island", "two islands"])
@@ -344,12 +372,12 @@ def gpus(request, rocm_path):
 
 
 @pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: case.__name__)
-def test_the_verdict_on_gpus(gpus, case):
-    check(gpus, case, on_gpus=True)
+def test_the_verdict_on_gpus(gpus, case, tmp_path):
+    check(gpus, case, tmp_path, on_gpus=True)
 
 
-def check(world, case, on_gpus=False):
-    found = [error for error in world.run(run, case.__name__, on_gpus) if error is not None]
+def check(world, case, folder, on_gpus=False):
+    found = [error for error in world.run(run, case.__name__, str(folder), on_gpus) if error is not None]
     assert found
     for kind, text in found:
         assert kind == SIMPLE_ERRORS.get(case, DeadlineExceeded).__name__, text
