@@ -3,20 +3,22 @@
 import sys
 import threading
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from xvcomm.errors import ResourceError
 from xvcomm.testing.hosts import Hosts
 
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, here and on the ranks
+
+from forked import Forked
+
 RANKS = Path(__file__).parent / "ranks.py"
-sys.path.insert(0, str(RANKS.parent))  # for the modules beside this one, here and on the ranks
 
 
 class TwoHosts(Hosts):
     """Two hosts, and ranks of `ranks.py` on them."""
-
-    RANKS = RANKS
 
     @staticmethod
     def outputs(processes):
@@ -25,14 +27,23 @@ class TwoHosts(Hosts):
         assert not any(process.returncode for process in processes), "\n---\n".join(printed)
         return printed
 
-    def start(self, *arguments, **options):
+    def start(self, *arguments, sides=(0, 1), env=MappingProxyType({})):
         """Start `ranks.py` with these arguments; options as for `start_ranks`."""
-        return self.start_ranks(sys.executable, RANKS, *arguments, **options)
+        each = self.ranks(len(sides), env)
+        return [self.fork(side, *arguments, env=rank) for side, rank in zip(sides, each, strict=True)]
 
-    def start_labelled(self, action, **options):
+    def start_labelled(self, action, *, sides, env):
         """Start `ranks.py`, with a host label for each rank."""
-        command = f"XVCOMM_HOST=h$XVCOMM_RANK exec {sys.executable} {RANKS} {action}"
-        return self.start_ranks("sh", "-c", command, **options)
+        each = self.ranks(len(sides), env)
+        return [
+            self.fork(side, action, env={**variables, "XVCOMM_HOST": f"h{rank}"})
+            for rank, (side, variables) in enumerate(zip(sides, each, strict=True))
+        ]
+
+    def fork(self, side, *arguments, env):
+        """Start `ranks.py` on a host; further arguments as for `begin`."""
+        self._begun.append(Forked(self.place(side), RANKS, *arguments, env=self.variables(env)))
+        return self._begun[-1]
 
     def run(self, *arguments, **options):
         """`start`, and wait for a good end; what the ranks have printed."""

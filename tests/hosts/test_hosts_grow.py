@@ -1,7 +1,6 @@
 """Ranks or a whole host are lost, and come back: between network namespaces."""
 
 import signal
-import sys
 
 import pytest
 
@@ -17,6 +16,6 @@ def test_come_back(two_hosts, victims):
         processes[victim].send_signal(signal.SIGKILL)
     for victim in victims:
         processes[victim].wait(30)
-        job = {"XVCOMM_SIZE": "4", "XVCOMM_STORE": "tcp://a:29711", "XVCOMM_RANK": str(victim), "XVCOMM_REJOIN": "1"}
-        processes[victim] = two_hosts.begin(SIDES[victim], sys.executable, two_hosts.RANKS, "regrow", count, env=job)
+        job = {**two_hosts.ranks(4)[victim], "XVCOMM_REJOIN": "1"}
+        processes[victim] = two_hosts.fork(SIDES[victim], "regrow", count, env=job)
     print(two_hosts.outputs(processes))

@@ -10,8 +10,10 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -25,7 +27,25 @@ _LAUNCHERS = (
 )  # fmt: skip
 """Beginnings of the names of their variables."""
 _GRACE_SECONDS = 5.0
-_NEW_NETWORK = 0x40000000
+_NEW_NETWORK, _NEW_MOUNTS, _NEW_NAME = 0x40000000, 0x20000, 0x4000000
+_BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x1000, 0x4000, 1 << 18, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What makes a host.
+
+    Attributes:
+        namespace: of its network.
+        names: its /etc/hosts.
+        memory: its /dev/shm.
+        name: of the host.
+    """
+
+    namespace: str
+    names: Path
+    memory: Path
+    name: str
 
 
 class Hosts:
@@ -112,11 +132,15 @@ class Hosts:
         """Name of a host's network namespace, for `enter`."""
         return self._namespaces[side]
 
+    def place(self, side: int) -> Place:
+        """What makes a host, for `settle`."""
+        return Place(self._namespaces[side], self._folder / "hosts", self._folder / NAMES[side], NAMES[side])
+
     def inside(self, side: int, *command: object) -> list[str]:
         """The command line that runs a command on a host."""
-        places = (self._folder / "hosts", self._folder / NAMES[side], NAMES[side])
-        enter = ("unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", *places)
-        return ["ip", "netns", "exec", self._namespaces[side], *map(str, (*enter, *command))]
+        place = self.place(side)
+        enter = ("unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", place.names, place.memory, place.name)
+        return ["ip", "netns", "exec", place.namespace, *map(str, (*enter, *command))]
 
     def agent(self, file: Path) -> Path:
         """Make a script that mpirun on host 0 can call instead of ssh (`plm_rsh_agent`): it enters host 1."""
@@ -136,21 +160,31 @@ class Hosts:
             env: further variables. It gets this process's but those of launchers, and a secret of these hosts.
             stdout: as `subprocess.Popen` takes it; standard error goes there too.
         """
-        base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) or k == "XVCOMM_KERNEL_CACHE"}
-        job = {"XVCOMM_DEVICE": "host", "XVCOMM_TIMEOUT": "60", "XVCOMM_SECRET": self._tag, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            self.inside(side, *command), env={**base, **job, **env}, stdin=subprocess.DEVNULL, stdout=stdout,
+            self.inside(side, *command), env=self.variables(env), stdin=subprocess.DEVNULL, stdout=stdout,
             stderr=subprocess.STDOUT, text=True, process_group=0,
         )  # fmt: skip
         self._begun.append(process)
         return process
 
+    def variables(self, env: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """All variables of a process on a host; arguments as for `begin`."""
+        base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) or k == "XVCOMM_KERNEL_CACHE"}
+        job = {"XVCOMM_DEVICE": "host", "XVCOMM_TIMEOUT": "60", "XVCOMM_SECRET": self._tag, "OMP_NUM_THREADS": "1"}
+        return {**base, **job, **env}
+
     def start_ranks(
         self, *command: object, sides: Sequence[int] = (0, 1), env: Mapping[str, str] = MappingProxyType({})
     ) -> list[subprocess.Popen[str]]:
         """Start a rank of one job on each of these hosts, by variables alone; further arguments as for `begin`."""
-        job = {"XVCOMM_SIZE": str(len(sides)), "XVCOMM_STORE": "tcp://a:29711", **env}
-        return [self.begin(side, *command, env={**job, "XVCOMM_RANK": str(rank)}) for rank, side in enumerate(sides)]
+        each = self.ranks(len(sides), env)
+        return [self.begin(side, *command, env=rank) for side, rank in zip(sides, each, strict=True)]
+
+    @staticmethod
+    def ranks(size: int, env: Mapping[str, str] = MappingProxyType({})) -> list[dict[str, str]]:
+        """The variables of each rank of a job, beside those of all processes."""
+        job = {"XVCOMM_SIZE": str(size), "XVCOMM_STORE": "tcp://a:29711", **env}
+        return [{**job, "XVCOMM_RANK": str(rank)} for rank in range(size)]
 
     def name(self, side: int, *names: str) -> None:
         """Let further names mean a host, from now on."""
@@ -187,8 +221,26 @@ class Hosts:
 def enter(namespace: str) -> None:
     """Move this thread, and what it starts from now on, into a network namespace. Its memory and its files stay as they are."""
     with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), f"cannot enter {file.name}")
+        _system("setns", file.fileno(), _NEW_NETWORK)
+
+
+def settle(place: Place) -> None:
+    """Move this process, which has one thread, onto a host, for good: what the command line of `Hosts.inside` does."""
+    enter(place.namespace)
+    _system("unshare", _NEW_MOUNTS | _NEW_NAME)
+    _system("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
+    _system("umount2", b"/sys", _DETACH)
+    _system("mount", b"sysfs", b"/sys", b"sysfs", 0, None)  # which shows the network's interfaces
+    for source, target in ((place.names, b"/etc/hosts"), (place.memory, b"/dev/shm")):
+        _system("mount", bytes(source), target, None, _BIND, None)
+    socket.sethostname(place.name)
+
+
+def _system(call: str, *arguments: bytes | int | None) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, call)(*arguments):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{call}: {os.strerror(error)}")
 
 
 def _call(*words: str) -> str:

@@ -16,7 +16,7 @@ from xvcomm.testing.processes import START_SECONDS, Ranks, obey, prepare
 from xvcomm.testing.servers import forked_with
 from xvcomm.types.topology import parse_islands
 
-_PRELOAD = [
+PRELOAD = [
     "xvcomm.comm.communicator",
     "xvcomm.comm.init",
     "xvcomm.backends.host.collective",
@@ -62,7 +62,7 @@ class World(Ranks):
             parse_islands(islands) if islands else [None] * (size or len(kinds or places) or 1)
         )
         further = [env] * len(labels) if isinstance(env, Mapping) else env
-        super().__init__(forked_with((*_PRELOAD, *preload)))
+        super().__init__(forked_with((*PRELOAD, *preload)))
         address = self._serve(_serve_store)
         each = []
         for rank, label in enumerate(labels):
