@@ -1,23 +1,13 @@
-"""Pipelines on real processes: the same losses and gradients as in one process, also with a different framework per rank.
-
-The file is also the program of each rank: `python test_pipeline_ranks.py RANK FRAMEWORKS SCHEDULE... FOLDER`.
-"""
+"""Pipelines on real processes: the same losses and gradients as in one process, also with a different framework per rank."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import xvcomm
 from xvcomm import pipeline
 from xvcomm.errors import XvcommError
+from xvcomm.testing import World
 
 WIDTHS = [16, 24, 20, 32, 12, 16, 24, 20, 8]
 BATCH = 64
@@ -95,46 +85,30 @@ def alone(depth, micro_batches):
     return losses, [stage.dw for stage in stages]
 
 
-def main(rank, frameworks, name, micro_batches, chunks, fault, folder):
-    """One rank: run the pipeline and write losses and gradients, or the error, into `folder`."""
-    frameworks = frameworks.split(",")
-    schedule = pipeline.build(name, len(frameworks), int(micro_batches), int(chunks))
-    numbers = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
-    stages = [Linear(frameworks[rank], number, schedule.depth) for number in numbers]
-    if fault == "spec" and rank == 1:
+def run(comm, frameworks, case, fault):
+    """One rank: run the pipeline; its losses, or the error, and its stages' gradients."""
+    schedule = pipeline.build(case[0], len(frameworks), *case[1:])
+    numbers = [schedule.stage(comm.rank, chunk) for chunk in range(schedule.chunks)]
+    stages = [Linear(frameworks[comm.rank], number, schedule.depth) for number in numbers]
+    if fault == "spec" and comm.rank == 1:
         stages[0].input_spec = ((BATCH, 1), "float32")
-    if fault == "raise" and rank == 1:
+    if fault == "raise" and comm.rank == 1:
         stages[0].backward = broken
     report = {}
-    with xvcomm.init(rank=rank, size=len(frameworks), store=f"file://{folder}/store", timeout=30) as comm:
+    with comm:
         try:
             pipe = pipeline.Pipeline(stages, comm, schedule)
             report["losses"] = [pipe.run() for _ in range(STEPS)]
         except (XvcommError, TypeError) as error:
             report["error"] = f"{type(error).__name__}: {error}"
-    Path(folder, f"report.{rank}").write_text(json.dumps(report))
-    np.savez(Path(folder, f"gradients.{rank}.npz"), **{str(s.number): np.asarray(s.dw) for s in stages})
+    return report, {stage.number: np.asarray(stage.dw) for stage in stages}
 
 
-def launch(frameworks, case, folder, fault="none"):
-    """Run `main` on all ranks and return their reports."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
-    # Arithmetic threads of four ranks would only fight for the cores.
-    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "XVCOMM_SECRET": "of these tests"}
-    command = [",".join(frameworks), *map(str, case), fault, str(folder)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), *command], env=environment)
-        for rank in range(len(frameworks))
-    ]
-    try:
-        until = time.monotonic() + 90
-        codes = [process.wait(timeout=until - time.monotonic()) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert codes == [0] * len(ranks)
-    return [json.loads((folder / f"report.{rank}").read_text()) for rank in range(len(ranks))]
+def run_all(frameworks, case, fault="none"):
+    """What `run` gives on each rank."""
+    # Arithmetic threads of several ranks would only fight for the cores.
+    with World(len(frameworks), env={"XVCOMM_DEVICE": "host", "OMP_NUM_THREADS": "1"}, timeout=30) as world:
+        return zip(*world.run(run, frameworks, case, fault, timeout=90), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -149,36 +123,29 @@ def launch(frameworks, case, folder, fault="none"):
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
-def test_same_losses_and_gradients_as_one_process(frameworks, case, tmp_path):
+def test_same_losses_and_gradients_as_one_process(frameworks, case):
     for framework in set(frameworks):
         pytest.importorskip(framework)
-    reports = launch(frameworks, case, tmp_path)
+    reports, computed = run_all(frameworks, case)
     _, micro_batches, chunks = case
     losses, gradients = alone(len(frameworks) * chunks, micro_batches)
     assert all("error" not in report for report in reports), reports
     for step in range(STEPS):
         np.testing.assert_allclose(reports[-1]["losses"][step], losses, rtol=1e-5)
         assert all(report["losses"][step] == [] for report in reports[:-1])
-    found = {}
-    for rank in range(len(frameworks)):
-        with np.load(tmp_path / f"gradients.{rank}.npz") as arrays:
-            found |= {int(number): arrays[number] for number in arrays}
+    found = {number: array for arrays in computed for number, array in arrays.items()}
     for number, expected in enumerate(gradients):
         np.testing.assert_allclose(found[number], STEPS * expected, rtol=1e-4, atol=1e-6)
 
 
-def test_stages_that_disagree_are_refused_on_all_ranks(tmp_path):
-    reports = launch(["numpy"] * 3, ("1f1b", 4, 1), tmp_path, "spec")
+def test_stages_that_disagree_are_refused_on_all_ranks():
+    reports, _ = run_all(["numpy"] * 3, ("1f1b", 4, 1), "spec")
     complaint = "ScheduleError: rank 0: SendActivation(micro_batch=0, chunk=0, peer=1) gives 64 x 24 float32"
     assert all(report["error"].startswith(complaint) for report in reports), reports
 
 
-def test_a_stage_that_raises_ends_all_ranks(tmp_path):
-    reports = launch(["numpy"] * 3, ("1f1b", 4, 1), tmp_path, "raise")
+def test_a_stage_that_raises_ends_all_ranks():
+    reports, _ = run_all(["numpy"] * 3, ("1f1b", 4, 1), "raise")
     assert reports[1]["error"].startswith("TypeError")
     for other in (reports[0], reports[2]):
         assert other["error"].startswith("Aborted") and "rank 1" in other["error"], reports
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
