@@ -60,7 +60,9 @@ class Config:
     nics: str | None = _var(
         None,
         "Network interfaces between hosts: names, beginnings of names, addresses or networks, separated by commas; `^` in front "
-        "excludes them, `=` in front (`=eth1`, `^=eth1`) takes whole names only. If unset, what `NCCL_SOCKET_IFNAME`, "
+        "excludes them, `=` in front (`=eth1`, `^=eth1`) takes whole names only. RDMA devices, `mlx5_0` or `mlx5_0:1`, stand for "
+        "their interfaces, and those of InfiniBand for themselves; a list of these alone leaves TCP the interfaces that it has "
+        "without a list. If unset, what `NCCL_SOCKET_IFNAME`, "
         "`GLOO_SOCKET_IFNAME`, `UCX_NET_DEVICES` or `NCCL_IB_HCA` names; else all but loopback, bridges and link-local "
         "addresses.",
     )
@@ -77,8 +79,8 @@ class Config:
     rdma: int | None = _var(
         None,
         "1: hosts send over RDMA where both have devices, and over TCP where those fail; 0: over TCP only. If unset, 1, but 0 if "
-        "`NCCL_IB_DISABLE` is 1. Not with XVCOMM_TLS, because RDMA is not encrypted. XVCOMM_NICS chooses the devices by their "
-        "network interfaces.",
+        "`NCCL_IB_DISABLE` is 1. Not with XVCOMM_TLS, because RDMA is not encrypted. XVCOMM_NICS chooses the devices, by "
+        "themselves or by their network interfaces.",
         least=0,
         most=1,
     )

@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xvcomm.abc.device import Device
@@ -15,15 +16,17 @@ from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.abc.transport import QueueEnd
 from xvcomm.backends.rdma import settings, sysfs
 from xvcomm.backends.rdma.affinity import nearest
+from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Gid, Port
 from xvcomm.backends.rdma.events import Event, Events
-from xvcomm.backends.rdma.gids import gid_of, partition
+from xvcomm.backends.rdma.gids import gid_of, partition, subnet_gid
 from xvcomm.backends.rdma.report import locked
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError, XvcommError
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
 from xvcomm.trace.snapshot import Grades
+from xvcomm.types.subnets import SubnetPort
 from xvcomm.wire.cards import Keys
 from xvcomm.wire.frames import MAX_DEVICES
 
@@ -41,7 +44,7 @@ def open_cards(
     """Open the devices of network interfaces; None if there is none that can be used. Says what cannot be opened.
 
     Args:
-        interfaces: names of those that are used between hosts, by their addresses.
+        interfaces: names of those that are used between hosts, by their addresses. Ports of InfiniBand need none.
         device: of this process. If it is a GPU, and the devices that are nearest to it reach its memory, these alone are used.
 
     Raises:
@@ -59,10 +62,11 @@ def open_cards(
             except XvcommError as error:
                 refused.setdefault(str(error), []).append(name)
 
+    used = _Used(interfaces, PortChoice.of(config, env, interfaces))
     names = []
     for name in sysfs.names():
         try:
-            if _serves(name, interfaces, config):
+            if used.serves(name, config.rdma_partition_key):
                 names.append(name)
         except XvcommError as error:
             refused.setdefault(str(error), []).append(name)
@@ -71,7 +75,7 @@ def open_cards(
         names, far = nearest(device.bus(), names, config.affinity, config.host or socket.gethostname())
         open_all(names)
         if domains:
-            gpu = _try_direct(device, domains, interfaces, settings.options(config, env))
+            gpu = _try_direct(device, domains, used, settings.options(config, env))
         if gpu is None or not gpu.works:
             open_all(far)
             far = {}
@@ -79,11 +83,11 @@ def open_cards(
         open_all(names)
     for why, names in refused.items():
         notice(f"no RDMA over {', '.join(names)}, but TCP: {why}; XVCOMM_RDMA=0 wants no more")
-    return RdmaCards(domains, interfaces, config, env, gpu, far) if domains else None
+    return RdmaCards(domains, used.choice, config, env, gpu, far) if domains else None
 
 
 def _try_direct(
-    device: Device, domains: Sequence[Domain], interfaces: Mapping[str, str], options: Mapping[str, int]
+    device: Device, domains: Sequence[Domain], used: _Used, options: Mapping[str, int]
 ) -> DirectMemory:  # fmt: skip
     """Find out which of the devices reach a GPU's memory."""
     from xvcomm.backends.rdma.direct import DirectMemory
@@ -91,7 +95,7 @@ def _try_direct(
     ways: list[tuple[Port, Gid] | None] = []
     for domain in domains:
         try:
-            ways.append(_way(domain.name, domain.ask().ports, interfaces))
+            ways.append(next(used.ways(domain.name, domain.ask().ports), None))
         except ResourceError:  # it does not answer
             ways.append(None)
     return DirectMemory(device, list(domains), ways, options)
@@ -100,7 +104,7 @@ def _try_direct(
 def _open(name: str, before: int) -> Domain:
     """Open a device, after so many others."""
     if before == MAX_DEVICES:
-        raise ResourceError(f"a process uses at most {MAX_DEVICES} devices; XVCOMM_NICS chooses by interface")
+        raise ResourceError(f"a process uses at most {MAX_DEVICES} devices; XVCOMM_NICS chooses")
     if limits := locked():
         raise ResourceError("; ".join(f"{limit.reason}; {limit.remedy}" for limit in limits))
     from xvcomm.backends.rdma.pairs import Domain  # loads numba, which a host without devices need not
@@ -108,21 +112,34 @@ def _open(name: str, before: int) -> Domain:
     return Domain(name)
 
 
-def _serves(name: str, interfaces: Mapping[str, str], config: Config) -> bool:
-    """Whether a device has an active port for one of the addresses."""
-    found = [port for port in sysfs.ports(name) if _way(name, [port], interfaces) is not None]
-    for port in found:
-        partition(name, port.number, config.rdma_partition_key)
-    return bool(found)
+@dataclass(frozen=True)
+class _Used:
+    """The ports in use: of Ethernet those that serve one of the addresses, of InfiniBand those that are chosen."""
 
+    addresses: Iterable[str]
+    choice: PortChoice
 
-def _way(name: str, ports: Sequence[Port], interfaces: Mapping[str, str]) -> tuple[Port, Gid] | None:
-    """The first active port of a device that serves one of the addresses, and its GID for it."""
-    for port in ports:
-        for address, interface in interfaces.items():
-            if port.state == "active" and (gid := gid_of(name, port, interface, address)) is not None:
-                return port, gid
-    return None
+    def serves(self, name: str, key: int | None) -> bool:
+        """Whether a device has such a port, which is active.
+
+        Raises:
+            ResourceError: one of them is not in the partition of this key.
+        """
+        found = [port for port, _ in self.ways(name, sysfs.ports(name))]
+        for port in found:
+            partition(name, port.number, key)
+        return bool(found)
+
+    def ways(self, name: str, ports: Sequence[Port]) -> Iterator[tuple[Port, Gid]]:
+        """The active ones of a device, each with a GID."""
+        for port in ports:
+            if port.state == "active" and (gid := self._gid(name, port)) is not None:
+                yield port, gid
+
+    def _gid(self, name: str, port: Port) -> Gid | None:
+        if port.link == "InfiniBand":
+            return subnet_gid(port) if self.choice.judge(name, port.number)[0] else None
+        return next(filter(None, (gid_of(port, address) for address in self.addresses)), None)
 
 
 class Registration:
@@ -154,17 +171,17 @@ class RdmaCards:
     """See `wire.cards.Cards`. Thread-safe."""
 
     def __init__(
-        self, domains: Sequence[Domain], interfaces: Mapping[str, str], config: Config, env: Mapping[str, str],
+        self, domains: Sequence[Domain], choice: PortChoice, config: Config, env: Mapping[str, str],
         gpu: DirectMemory | None = None, far: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Use devices that are open, at most MAX_DEVICES, and close them at the end.
 
         Args:
-            interfaces: names of network interfaces by their addresses.
+            choice: of ports of InfiniBand.
             gpu: whose memory they were tried with.
             far: why other RDMA devices are not used beside them, by name.
         """
-        self._domains, self._interfaces = domains, interfaces
+        self._domains, self._used = domains, _Used((), choice)
         self._options, self._key = settings.options(config, env), config.rdma_partition_key
         self._pairs: set[RailPair] = set()
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
@@ -203,17 +220,26 @@ class RdmaCards:
             return False
         return True
 
+    def ports(self) -> list[SubnetPort]:
+        """See `wire.cards.Cards.ports`."""
+        found = []
+        for domain in self._domains:
+            with contextlib.suppress(ResourceError):  # it does not answer
+                ways = self._used.ways(domain.name, domain.ask().ports)
+                found += [SubnetPort(f"{domain.name}:{port.number}", gid.address) for port, gid in ways]
+        return found
+
     def end(self, address: str) -> QueueEnd:
         """See `wire.cards.Cards.end`."""
         index, port, gid = self._find(address)
-        return QueueEnd(self._domains[index].name, port.number, gid.address)
+        return QueueEnd(self._domains[index].name, port.number, gid.address, port.lid)
 
     def _find(self, address: str) -> tuple[int, Port, Gid]:
         """Index of the device that serves an address, its port and GID: as they are now, because GIDs come and go."""
-        asked = {address: self._interfaces.get(address, "")}
         for index, domain in enumerate(self._domains):
-            if (way := _way(domain.name, domain.ask().ports, asked)) is not None:
-                return index, *way
+            for port in domain.ask().ports:
+                if port.state == "active" and (gid := gid_of(port, address)) is not None:
+                    return index, port, gid
         names = ", ".join(domain.name for domain in self._domains)
         raise ResourceError(f"no active port of {names} has a GID of the address {address}")
 

@@ -13,17 +13,34 @@ _MEMBER = 0x8000
 """Bit of a partition's key: full member. The other bits name the partition."""
 
 
-def gid_of(device: str, port: Port, interface: str, address: str, root: Path = sysfs.ROOT) -> Gid | None:
-    """The GID by which a port serves an address of a network interface; None if it does not.
+def gid_of(port: Port, address: str) -> Gid | None:
+    """The GID by which a port serves an address; None if it does not.
 
     On Ethernet that is RoCE v2's of this very address, because a port has those of several interfaces and versions: packets of
-    another one take another way. On InfiniBand it is the first one, of the port under the interface.
+    another one take another way. On InfiniBand the address is the GID, see `subnet_gid`.
     """
-    if port.link == "InfiniBand":
-        under = sysfs.interfaces(device, root).get(interface) == port.number
-        return next((gid for gid in port.gids if under and gid.index == 0), None)
     wanted = ip_address(address)
+    if port.link == "InfiniBand":
+        gid = subnet_gid(port)
+        return gid if gid is not None and ip_address(gid.address) == wanted else None
     return next((gid for gid in port.gids if gid.version == "RoCE v2" and ip_address(gid.address) == wanted), None)
+
+
+def subnet_gid(port: Port) -> Gid | None:
+    """The GID of a port of InfiniBand that has its place in a subnet: the first one; None if it has not."""
+    if port.link != "InfiniBand" or not port.lid:
+        return None
+    return next((gid for gid in port.gids if gid.index == 0), None)
+
+
+def partition_key(device: str, port: int, index: int, root: Path = sysfs.ROOT) -> int:
+    """The key at a place of a port's table; 0 if the kernel does not tell it."""
+    return sysfs.partition_keys(device, port, root).get(index, 0)
+
+
+def apart(ours: int, theirs: int) -> bool:
+    """Whether ports with these keys of partitions cannot talk: they are of two, or both limited members; 0 is not known."""
+    return bool(ours and theirs and ((ours ^ theirs) & ~_MEMBER or not (ours | theirs) & _MEMBER))
 
 
 def partition(device: str, port: int, key: int | None, root: Path = sysfs.ROOT) -> int:

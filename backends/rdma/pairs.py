@@ -76,7 +76,7 @@ class Remote:
     Attributes:
         number: its qp_num.
         gid: of its port, 16 bytes.
-        lid: of its port; 0 on Ethernet.
+        lid: of its port, by which packets find it in an InfiniBand subnet; 0 on Ethernet, where they do by the GID.
     """
 
     number: int
@@ -301,7 +301,7 @@ class ReliableQueue(PostedQueue):
         address["route"]["gid"] = np.frombuffer(remote.gid, np.uint64)
         address["route"]["sgid_index"], address["route"]["hop_limit"] = path.gid_index, _HOPS
         address["route"]["traffic_class"], address["sl"] = path.traffic_class, path.service_level
-        address["lid"], address["is_global"], address["port"] = remote.lid, 1, path.port
+        address["lid"], address["is_global"], address["port"] = remote.lid, not remote.lid, path.port
         wanted["path_mtu"], wanted["dest_qp_num"] = path.mtu.bit_length() - 8, remote.number
         wanted["max_dest_rd_atomic"], wanted["min_rnr_timer"] = 1, 12
         self._move(wanted, _READY_TO_RECEIVE, _ADDRESS | _MTU | _NUMBER | _RECEIVE_PSN | _READS_HERE | _RNR_TIMER)

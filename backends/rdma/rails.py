@@ -12,12 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from xvcomm.backends.rdma.devices import Gid, Port
+from xvcomm.backends.rdma.gids import apart, partition_key
 from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
 from xvcomm.backends.rdma.selfpair import SelfPair
 from xvcomm.errors import ResourceError
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
+from xvcomm.types.subnets import prefix
 from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Loopback
 from xvcomm.wire.frames import HEADER, MAX_DEVICES
 from xvcomm.wire.verbs import offer, queue_at
@@ -36,6 +38,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         gid, lid: of its port; the LID is 0 on Ethernet.
         mtu: of its port.
         device: index of its device there.
+        key: of its partition; 0 if it is not known.
     """
 
     number: Annotated[int, Meta(ge=1, lt=1 << 24)]
@@ -43,6 +46,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
     lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
     mtu: Annotated[int, Meta(ge=256, le=4096)]
     device: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]
+    key: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
 
     @classmethod
     def decode(cls, data: bytes) -> Description:
@@ -61,6 +65,20 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         """The GID, as an address."""
         found = IPv6Address(self.gid)
         return str(found.ipv4_mapped or found)
+
+    def objection(self, theirs: Description) -> str:
+        """Why this queue pair and another one cannot be joined, or nothing."""
+        if bool(self.lid) != bool(theirs.lid):
+            return "one of the two is InfiniBand, the other is Ethernet"
+        if self.lid and self.gid[:8] != theirs.gid[:8]:
+            here, there = prefix(self.address), prefix(theirs.address)
+            return (
+                f"the ports are in two subnets, {here} here and {there} there, and routers of InfiniBand are not used"
+            )
+        if apart(self.key, theirs.key):
+            both = f"{self.key:#06x} here, {theirs.key:#06x} there"
+            return f"the partitions do not go together, {both}: XVCOMM_RDMA_PARTITION_KEY chooses"
+        return ""
 
 
 _decode = msgspec.msgpack.Decoder(Description).decode
@@ -119,15 +137,16 @@ class RailPair:
         self.number, self.queue = self._queue.number, self._queue.address
         self.completions, self.fd = completions.address, completions.fd
         self.loopback = self._mirror.records if self._mirror else Loopback()
-        self._lid = port.lid if port.link == "InfiniBand" else 0
-        ours = Description(self.number, gid.value, self._lid, port.mtu, device)
-        self.description = msgspec.msgpack.encode(ours)
+        lid = port.lid if port.link == "InfiniBand" else 0
+        key = partition_key(domain.name, port.number, options["partition"])
+        self._ours = Description(self.number, gid.value, lid, port.mtu, device, key)
+        self.description = msgspec.msgpack.encode(self._ours)
 
     def connect(self, theirs: bytes) -> None:
         """See `wire.cards.Pair.connect`. May take seconds; `fail` and `close` wait for it."""
         found = self._theirs = Description.decode(theirs)
-        if bool(found.lid) != bool(self._lid):
-            raise ResourceError(f"{self._where()}: one of the two is InfiniBand, the other is Ethernet")
+        if why := self._ours.objection(found):
+            raise ResourceError(f"{self._where()}: {why}")
         path = Path(self.port.number, self._gid.index, min(self.port.mtu, found.mtu), **self._options)
         with self._lock:
             if not self._open:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from xvcomm.abc.transport import Interface
 from xvcomm.backends.rdma import devices, settings, sysfs
+from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Gid, Port
-from xvcomm.backends.rdma.gids import gid_of, partition
+from xvcomm.backends.rdma.gids import gid_of, partition, subnet_gid
 from xvcomm.backends.rdma.library import REGISTERING
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError, XvcommError
+from xvcomm.types.subnets import prefix
 
 LEAST_LOCKED = 64 << 20
 """Bytes that a process must be allowed to register, for the rings to a few ranks."""
@@ -46,7 +48,7 @@ class GidReport:
 
 @dataclass(frozen=True, slots=True)
 class PortReport:
-    """A port; `mtu` is 0 where it is not known. `interfaces`: for which addresses it carries what goes between hosts."""
+    """A port; `mtu` is 0 where it is not known. `interfaces`: for which addresses, or as which LID, it carries between hosts."""
 
     number: int
     state: str
@@ -86,9 +88,10 @@ def examine(
     missing = [Obstacle(*refused)] if refused and refused != devices.NONE else []
     unwanted = settings.refusal(config, env)
     general = [*([Obstacle(unwanted, "")] if unwanted else []), *locked()]
+    choice = PortChoice.of(config, env, {_host(i): i.name for i in interfaces if i.used and i.address})
+    key = config.rdma_partition_key
     return [
-        _device(name, name in listed, missing, general, _Ports(name, interfaces, config.rdma_partition_key, root))
-        for name in found
+        _device(name, name in listed, missing, general, _Ports(name, interfaces, choice, key, root)) for name in found
     ]
 
 
@@ -137,6 +140,7 @@ class _Ports:
 
     device: str
     interfaces: Sequence[Interface]
+    choice: PortChoice
     key: int | None
     root: Path
 
@@ -146,22 +150,30 @@ class _Ports:
             partition(self.device, port.number, self.key, self.root)
         except ResourceError as error:
             obstacles.append(Obstacle(str(error), ""))
+        if port.link == "InfiniBand":
+            return self._of_subnet(port, obstacles)
         own = [] if obstacles else self._own(port)
         if not obstacles and not own:
             what = f"no network interface has an address that belongs to port {port.number}"
             obstacles.append(Obstacle(what, "give its network interface an address"))
         if not any(interface.used for interface in own):
             obstacles += [Obstacle(f"{_named(i)} is not used: {i.reason}", "XVCOMM_NICS chooses others") for i in own]
-        used = [_named(interface) for interface in own if interface.used]
-        gids = [_gid(gid) for gid in port.gids]
-        return PortReport(port.number, port.state, port.link, port.mtu, port.lid, gids, used, obstacles)
+        return _report(port, [_named(interface) for interface in own if interface.used], obstacles)
+
+    def _of_subnet(self, port: Port, obstacles: list[Obstacle]) -> PortReport:
+        """A port of InfiniBand, which needs no address."""
+        gid, (used, why) = subnet_gid(port), self.choice.judge(self.device, port.number, self.root)
+        if not obstacles and not used:
+            obstacles = [Obstacle(f"port {port.number} is not used: {why}", "XVCOMM_NICS chooses others")]
+        serves = [f"LID {port.lid} of subnet {prefix(gid.address)}"] if gid is not None and not obstacles else []
+        return _report(port, serves, obstacles)
 
     def _own(self, port: Port) -> list[Interface]:
         """The network interfaces' addresses that a port serves."""
         return [
             interface
             for interface in self.interfaces
-            if interface.address and gid_of(self.device, port, interface.name, _host(interface), self.root) is not None
+            if interface.address and gid_of(port, _host(interface)) is not None
         ]
 
 
@@ -185,7 +197,14 @@ def _unable(port: Port) -> list[Obstacle]:
         obstacles.append(Obstacle(f"port {port.number} has no GID of RoCE v2", remedy))
     elif not port.gids:
         obstacles.append(Obstacle(f"port {port.number} has no GID", "start the subnet manager"))
+    elif port.link == "InfiniBand" and not port.lid:
+        obstacles.append(Obstacle(f"port {port.number} has no LID", "start the subnet manager"))
     return obstacles
+
+
+def _report(port: Port, serves: list[str], obstacles: list[Obstacle]) -> PortReport:
+    gids = [_gid(gid) for gid in port.gids]
+    return PortReport(port.number, port.state, port.link, port.mtu, port.lid, gids, serves, obstacles)
 
 
 def _interface(port: Port) -> str:

@@ -95,7 +95,7 @@ class TcpTransport(Transport):
             interfaces_used = {address.host: address.interface for address in mine.addresses}
             self._cards = membership.cards(config, interfaces_used, membership.device)
             if self._cards is not None:
-                mine = mine.with_rdma(self._cards.reaches)
+                mine = mine.with_rdma(self._cards.reaches, self._cards.ports())
             place = msgspec.msgpack.encode(mine)
             self._publish = lambda: store.set(f"place/{membership.rank}", place, Deadline.after(config.timeout))
             self._publish()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from ipaddress import ip_address, ip_interface, ip_network
+from ipaddress import ip_address, ip_interface
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
 from xvcomm.abc.transport import Interface
 from xvcomm.config import Config
+from xvcomm.types.nics import NicList
 
 _SYSFS = Path("/sys/class")
 
@@ -19,44 +19,35 @@ _SYSFS = Path("/sys/class")
 def examine(config: Config, env: Mapping[str, str]) -> list[Interface]:
     """Every address of this host, and whether wires use it.
 
-    `XVCOMM_NICS` chooses: names, beginnings of names, addresses, networks. `^` before the list excludes what it names; `=` takes
-    names as a whole. Else NCCL's, Gloo's or UCX's variables do. Else all that are up count, but loopback, bridges and link-local
-    addresses; these are also left out of what is not excluded. An IPv6 link-local address is never used, because it means
-    nothing without the interface.
+    `XVCOMM_NICS` chooses: names, beginnings of names, addresses, networks, and RDMA devices, for the interfaces above them. `^`
+    before the list excludes what it names; `=` takes names as a whole. Else NCCL's, Gloo's or UCX's variables do. Else all that
+    are up count, but loopback, bridges and link-local addresses; these are also left out of what is not excluded. An IPv6
+    link-local address is never used, because it means nothing without the interface.
     """
     chosen = _chosen(config, env)
     return [Interface(name, address, *_judge(name, address, up, chosen)) for name, address, up in _addresses()]
 
 
-class _Choice(NamedTuple):
-    """A list of interfaces as a variable has it."""
-
-    source: str
-    parts: tuple[str, ...]
-    excludes: bool
-    exact: bool
-
-    @classmethod
-    def parse(cls, source: str, text: str) -> _Choice:
-        """`text` in NCCL's spelling: `[^][=]part,part`."""
-        excludes, text = text.startswith("^"), text.removeprefix("^")
-        exact, text = text.startswith("="), text.removeprefix("=")
-        return cls(source, tuple(filter(None, map(str.strip, text.split(",")))), excludes, exact)
-
-    def names(self, name: str, address: str) -> bool:
-        """Whether the list has this address of an interface."""
-        return any(_is_meant(name, address, part, self.exact) for part in self.parts)
-
-
-def _chosen(config: Config, env: Mapping[str, str]) -> _Choice | None:
+def _chosen(config: Config, env: Mapping[str, str]) -> NicList | None:
     """What the first variable that is set chooses."""
     if config.nics:
-        return _Choice.parse(f"XVCOMM_NICS={config.nics}", config.nics)
+        return _of_nics(config.nics)
     for variable, spelling in _OTHERS.items():
         text = env.get(variable)
         if text and (ours := spelling(text)):
-            return _Choice.parse(f"{variable}={text}", ours)
+            return NicList.parse(f"{variable}={text}", ours)
     return None
+
+
+def _of_nics(text: str) -> NicList | None:
+    """What XVCOMM_NICS chooses, with the interfaces of the RDMA devices that it names.
+
+    None if it chooses devices alone, and none of them has an interface with an address, as on InfiniBand without IPoIB.
+    """
+    chosen = NicList.parse(f"XVCOMM_NICS={text}", text)
+    chosen = chosen._replace(below=tuple(_below(chosen)))
+    named = any(chosen.names(name, address) for name, address, _ in _addresses() if address)
+    return None if not named and not chosen.excludes and any(map(chosen.names_device, _devices())) else chosen
 
 
 def _of_ucx(text: str) -> str:
@@ -71,15 +62,23 @@ def _of_hca(text: str) -> str:
 
     Empty if none of these can be used, because NCCL needs none that has an address.
     """
-    chosen = _Choice.parse("", text)
+    chosen = NicList.parse("", text)
     usable = {name for name, address, up in _addresses() if _judge(name, address, up, None)[0]}
-    names: list[str] = []
-    for part in chosen.parts:
-        wanted, _, port = part.partition(":")
-        for device in sorted(folder.name for folder in (_SYSFS / "infiniband").glob("*")):
-            if device == wanted or (not chosen.exact and device.startswith(wanted)):
-                names += usable.intersection(_interfaces_of(f"{device}:{port}"))
+    names = [name for name in _below(chosen) if name in usable]
     return f"{'^' if chosen.excludes else ''}={','.join(names)}" if names else ""
+
+
+def _below(chosen: NicList) -> Iterator[str]:
+    """The network interfaces of the RDMA devices that a list names."""
+    for part in chosen.parts:
+        _, _, port = part.partition(":")
+        for device in _devices():
+            if chosen._replace(parts=(part,)).names_device(device):
+                yield from _interfaces_of(f"{device}:{port}")
+
+
+def _devices() -> list[str]:
+    return sorted(folder.name for folder in (_SYSFS / "infiniband").glob("*"))
 
 
 def _interfaces_of(device: str) -> list[str]:
@@ -119,7 +118,7 @@ def _with_prefix(address: str, netmask: str) -> str:
     return f"{address}/{bits}"
 
 
-def _judge(name: str, address: str, up: bool, chosen: _Choice | None) -> tuple[bool, str]:
+def _judge(name: str, address: str, up: bool, chosen: NicList | None) -> tuple[bool, str]:
     """Whether an address is used, and why."""
     if not up:
         return False, "the interface is down"
@@ -128,24 +127,13 @@ def _judge(name: str, address: str, up: bool, chosen: _Choice | None) -> tuple[b
     ip = ip_interface(address).ip
     if ip.version == 6 and ip.is_link_local:
         return False, "link-local"
-    if chosen is not None and chosen.names(name, address):
-        return not chosen.excludes, f"{chosen.source} {'excludes' if chosen.excludes else 'names'} it"
-    if chosen is not None and not chosen.excludes:
-        return False, f"{chosen.source} does not name it"
+    named = chosen is not None and chosen.names(name, address)
+    if chosen is not None and (named or not chosen.excludes):
+        return chosen.judge(named=named)
     if ip.is_loopback:
         return False, "loopback"
     if ip.is_link_local:
         return False, "link-local"
     if (_SYSFS / "net" / name / "bridge").exists():
         return False, "a bridge"
-    return True, f"{chosen.source} does not exclude it" if chosen is not None else "up"
-
-
-def _is_meant(name: str, address: str, part: str, exact: bool) -> bool:
-    """Whether a part of a list means this address of an interface."""
-    if name == part or (not exact and name.startswith(part)):
-        return True
-    try:
-        return ip_interface(address).ip in ip_network(part, strict=False)
-    except ValueError:
-        return False
+    return (True, "up") if chosen is None else chosen.judge(named=False)

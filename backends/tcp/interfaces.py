@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,16 @@ from xvcomm.backends.tcp import choice
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
 from xvcomm.types.route import MAX_RAILS, RDMA, Route
+from xvcomm.types.subnets import SubnetPort
+from xvcomm.wire.reachability import disjoint
 
 _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
 _NET = Path("/sys/class/net")
 _CONNECTION_MEGABITS = 20_000
 """What one connection carries at least, on one core."""
+_JOINING = 4
+"""Over how many connections, one after the other, ports of InfiniBand may be joined."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -50,16 +55,18 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         stack: identifies the network stack: kernel and network namespace.
         addresses: of the interfaces in use.
         loopback: port on the loopback interface.
+        ports: those of InfiniBand that are in use.
     """
 
     stack: str
     addresses: list[Address]
     loopback: int
+    ports: list[SubnetPort] = []
 
-    def with_rdma(self, reaches: Callable[[str], bool]) -> Place:
-        """The same, with the addresses that RDMA devices serve."""
+    def with_rdma(self, reaches: Callable[[str], bool], ports: Sequence[SubnetPort] = ()) -> Place:
+        """The same, with the addresses that RDMA devices serve, and ports of InfiniBand."""
         addresses = [msgspec.structs.replace(address, rdma=reaches(address.host)) for address in self.addresses]
-        return msgspec.structs.replace(self, addresses=addresses)
+        return msgspec.structs.replace(self, addresses=addresses, ports=list(ports))
 
     def interfaces(self, rdma: bool = False) -> list[str]:
         """Names of the interfaces in use, in their order; or of those with RDMA."""
@@ -121,6 +128,7 @@ def routes(mine: Place, theirs: Place, threads: int = 1, pairs: int = 1) -> list
     fast interface has several connections, at most one for each of the threads that carry.
 
     Where both hosts have RDMA, an interface has one connection, and those with RDMA have up to so many pairs of queues as well.
+    So have ports of InfiniBand, see `_between_ports`.
     """
     if mine.stack == theirs.stack:
         return [
@@ -143,15 +151,45 @@ def routes(mine: Place, theirs: Place, threads: int = 1, pairs: int = 1) -> list
                     found.append((rank, route._replace(number=number)))
                 for number in range(rdma.get(local.interface, 0) if local.rdma and remote.rdma else 0):
                     behind.append((rank, route._replace(number=RDMA + number)))
-    return [route for ways in (found, behind) for _, route in sorted(ways, key=lambda way: way[0])]
+    first, second = ([route for _, route in sorted(ways, key=lambda way: way[0])] for ways in (found, behind))
+    return [*first, *second, *_between_ports(mine, theirs, first, rdma)]
+
+
+def _between_ports(
+    mine: Place, theirs: Place, connections: Sequence[Route], pairs: Mapping[str, int]
+) -> list[Route]:  # fmt: skip
+    """The ways between ports of InfiniBand: of one subnet first, then in their order.
+
+    Each may be joined over one of several connections, whichever can be had. Ports of different subnets are tried behind all
+    others, over one connection: the devices refuse them, which tells the reason.
+
+    Args:
+        connections: routes over TCP, the preferred ones first.
+        pairs: pairs of queues of each port.
+    """
+    ways = list(dict.fromkeys(route for route in connections if route.number == 0))
+    ways = list(dict.fromkeys([*disjoint(ways), *ways]))[:_JOINING]
+    found = []
+    for (position, near), (place, far) in itertools.product(enumerate(mine.ports), enumerate(theirs.ports)):
+        apart = not near.shares_subnet(far)
+        for number in range(pairs.get(near.name, 0)):
+            for turn, way in enumerate(ways[:1] if apart else ways):
+                route = Route(near.gid, far.gid, way.port, (near.name, far.name), RDMA + number, way.hosts)
+                found.append(((apart, abs(position - place), turn), route))
+    return [route for _, route in sorted(found, key=lambda way: way[0])]
 
 
 def _rdma(mine: Place, theirs: Place, pairs: int) -> dict[str, int]:
-    """How many pairs of queues each interface with RDMA has, if both sides have such interfaces.
+    """How many pairs of queues each interface with RDMA has, and each port of InfiniBand, if both sides have such.
 
-    Beside a connection of each interface there must be room for them. If there is not for all, the first interfaces have them.
+    Beside a connection of each interface there must be room for them. If there is not for all, the first ones have them.
     """
-    here, count = mine.interfaces(rdma=True), len(theirs.interfaces(rdma=True))
+    here, there = [], []
+    if mine.ports and theirs.ports:
+        here, there = [port.name for port in mine.ports], [port.name for port in theirs.ports]
+    if mine.interfaces(rdma=True) and theirs.interfaces(rdma=True):
+        here, there = mine.interfaces(rdma=True) + here, theirs.interfaces(rdma=True) + there
+    count = len(there)
     room = max(0, MAX_RAILS - min(len(mine.interfaces()), len(theirs.interfaces())))
     each = min(pairs, max(1, room // max(1, min(len(here), count))))
     return dict.fromkeys(here[:room], each) if count else {}

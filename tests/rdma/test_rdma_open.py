@@ -14,9 +14,12 @@ from fabric import Fabric, FakeDevice
 
 from xvcomm.backends.rdma import cards as module
 from xvcomm.backends.rdma.cards import RdmaCards, open_cards
+from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Device, Gid, Port
 from xvcomm.config import Config
 from xvcomm.wire.frames import MAX_DEVICES
+
+ALL = PortChoice(None, {})
 
 
 def port(address: str, number: int = 1, state: str = "active") -> Port:
@@ -155,7 +158,7 @@ class World:
         self.devices = FakeRail.devices = [fabric.device() for _ in range(2)]
         monkeypatch.setattr(module, "Events", lambda name, context: self.devices[int(name[4:])].events())
         monkeypatch.setattr("xvcomm.backends.rdma.rails.RailPair", FakeRail)
-        self.cards = RdmaCards([TwoPorts(f"fake{i}") for i in range(2)], {}, Config(), {})  # type: ignore[arg-type]
+        self.cards = RdmaCards([TwoPorts(f"fake{i}") for i in range(2)], ALL, Config(), {})  # type: ignore[arg-type]
         self.pairs: list[Any] = [self.cards.pair(f"10.{device}.{number}.1") for device in range(2) for number in (1, 2)]
         self.told: list[tuple[str, list[int]]] = []
         self.cards.watch(self._add, lambda why, pairs: self.told.append((why, sorted(p.number for p in pairs))))

@@ -33,7 +33,7 @@ def reach(*options, **more):
 
 def end(host, nic, variable):
     """A device of a host, by its GID of IPv4 or IPv6."""
-    return {"device": f"rxe{nic}", "port": 1, "gid": str(ip_address(os.environ[f"{variable}_{host}_{nic}"]))}
+    return {"device": f"rxe{nic}", "port": 1, "gid": str(ip_address(os.environ[f"{variable}_{host}_{nic}"])), "lid": 0}
 
 
 def test_devices_form_queue_pairs(other_host):

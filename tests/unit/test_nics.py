@@ -89,6 +89,16 @@ def reasons(nics=None, **env):
         ("^=eth1", {"eth10", "ib0", "ib1"}),
         ("^10.3.0.0/16", PLAIN - {"ib0"}),
         ("^", PLAIN),
+        ("mlx5_0", {"ib0", "ib1"}),
+        ("mlx5_0:2", {"ib1"}),
+        ("eth10,mlx5_0:1", {"eth10", "ib0"}),
+        ("^mlx5_0:1", PLAIN - {"ib0"}),
+        ("^=mlx5_0", {"eth1", "eth10"}),
+        ("=mlx5_9", PLAIN),
+        ("mlx5_9:1", PLAIN),
+        ("eth10,mlx5_9", {"eth10"}),
+        ("mlx5_8", PLAIN),
+        ("mlx4", set()),
     ],
 )
 def test_own_variable(nics, expected):

@@ -61,8 +61,24 @@ def test_what_others_make_up_for_is_only_told_to_programs() -> None:
     assert "no path" not in "".join(found.lines())
     plain = found.plain()
     assert [pair["refusal"] for pair in plain["pairs"]] == ["", "", "no path", "no path"]
-    assert plain["pairs"][3]["here"] == {"device": "mlx1", "port": 1, "gid": "10.1.0.0"}
+    assert plain["pairs"][3]["here"] == {"device": "mlx1", "port": 1, "gid": "10.1.0.0", "lid": 0}
     assert plain["devices"]["a"] == {"used": ["mlx0 port 1", "mlx1 port 1"], "unused": []}
+
+
+def test_ports_of_infiniband() -> None:
+    """With LIDs; of the other host's trial the connection is turned round, too."""
+    route = Route("fe80::2", "fe80::1", 29600, ("mlx5_1:1", "mlx5_0:1"), RDMA, ("10.0.0.2", "10.0.0.1"))
+    back = PairTrial(route, QueueEnd("mlx5_1", 1, "fe80::2", 9), QueueEnd("mlx5_0", 1, "fe80::1", 5), "")
+    here = PairTrial(
+        Route("fe80::1", "fe80::2", 29600, ("mlx5_0:1", "mlx5_1:1"), RDMA, ("10.0.0.1", "10.0.0.2")), None, None, "no"
+    )
+    found = two_hosts([here], [back])
+    assert list(found.lines()) == [
+        "Queue pairs of RDMA devices:",
+        "a to b: mlx5_0 port 1, LID 5, GID fe80::1, to mlx5_1 port 1, LID 9, GID fe80::2",
+    ]
+    (plain,) = found.plain()["pairs"]
+    assert plain["via"] == ("10.0.0.1", "10.0.0.2") and plain["here"]["lid"] == 5
 
 
 def test_devices_that_form_no_queue_pairs() -> None:

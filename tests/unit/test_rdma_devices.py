@@ -207,6 +207,46 @@ def test_a_port_that_is_not_used(
     assert told in "; ".join(o.reason for o in (*device.obstacles, *device.ports[0].obstacles))
 
 
+@pytest.fixture
+def subnet(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same device as two ports of InfiniBand, of which the subnet manager has not seen the second; without an interface."""
+    install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Hca)
+    monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", Hca)
+    return kernel
+
+
+class Hca(Context):
+    """See `subnet`."""
+
+    def query_port(self, number: int) -> Any:
+        return SimpleNamespace(gid_tbl_len=8, state=4, link_layer=1, lid=(17, 0)[number - 1], active_mtu=5)
+
+    def query_gid_table(self, most: int) -> Any:
+        first, second = entry("fe80::11", 0, 0), entry("fe80::12", 0, 0)
+        first.ndev_ifindex = second.ndev_ifindex = 0
+        second.port_num = 2
+        return [first, second]
+
+
+def test_a_port_of_infiniband_without_an_address(subnet: Path) -> None:
+    device = examine(subnet)
+    assert device.used
+    first, second = device.ports
+    assert (first.interfaces, first.obstacles) == (["LID 17 of subnet fe80::/64"], [])
+    assert [(o.reason, o.remedy) for o in second.obstacles] == [("port 2 has no LID", "start the subnet manager")]
+
+
+@pytest.mark.parametrize(
+    ("nics", "used"), [("mlx5_0", True), ("^mlx5", False), ("eth4", False), ("eth4,mlx5_0:1", True)]
+)
+def test_a_port_of_infiniband_that_is_chosen(subnet: Path, nics: str, used: bool) -> None:
+    device = examine(subnet, nics=nics)
+    assert device.used == used
+    if not used:
+        (why,) = device.ports[0].obstacles
+        assert why.reason.startswith(f"port 1 is not used: XVCOMM_NICS={nics} ")
+
+
 def test_libibverbs_is_laid_out_in_another_way(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def differs(name: str) -> None:
         raise layout.refused("another ABI")

@@ -17,8 +17,10 @@ from xvcomm.backends.tcp.interfaces import Place, usable
 from xvcomm.config import Config
 from xvcomm.rendezvous.store import FileStore
 from xvcomm.types.deadline import Deadline
+from xvcomm.types.subnets import SubnetPort
 
 CONFIG = Config(nics="lo")
+PORT = SubnetPort("mlx5_0:1", "fe80::7")
 
 
 class Cards:
@@ -32,6 +34,10 @@ class Cards:
     def reaches(self, address: str) -> bool:
         """Whether the address has one."""
         return address not in self.without
+
+    def ports(self) -> list[SubnetPort]:
+        """One of InfiniBand."""
+        return [PORT]
 
     def watch(self, add: Any, lost: Any) -> None:
         """The network has begun to use them."""
@@ -73,6 +79,7 @@ def test_addresses_with_rdma_are_published(joined: Any) -> None:
     transport, asked, place = joined(cards)
     assert asked == [(CONFIG, hosts(), None)]
     assert {address.host: address.rdma for address in place.addresses} == {host: host != "::1" for host in hosts()}
+    assert place.ports == [PORT]
     transport.close()
     assert cards.watched and cards.closed
 
@@ -80,6 +87,7 @@ def test_addresses_with_rdma_are_published(joined: Any) -> None:
 def test_without_devices(joined: Any) -> None:
     _, _, place = joined(None)
     assert [address.rdma for address in place.addresses] == [False] * len(hosts())
+    assert place.ports == []
 
 
 def test_devices_are_closed_where_joining_fails(joined: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from xvcomm.backends.tcp.interfaces import Address, Place, routes
 from xvcomm.types.route import MAX_RAILS, RDMA
+from xvcomm.types.subnets import SubnetPort
 from xvcomm.wire import reachability
 from xvcomm.wire.reachability import Search, disjoint
 
@@ -106,6 +107,71 @@ def test_rdma_stays_within_all_rails_of_a_link(cards, others, pairs, due):
     found = disjoint(routes(end("a", 1), end("b", 2), 12, pairs))
     assert sum(route.number >= RDMA for route in found) == due
     assert len(found) == cards + others + due <= MAX_RAILS
+
+
+def with_ports(where, *gids):
+    ports = [SubnetPort(f"mlx5_{number}:1", gid) for number, gid in enumerate(gids)]
+    return where.with_rdma(lambda host: False, ports)
+
+
+def between_ports(mine, theirs, pairs=1):
+    return [route for route in routes(mine, theirs, 4, pairs) if route.via]
+
+
+def test_ports_of_infiniband_are_joined_over_any_connection():
+    """Behind all others, by number and GIDs; the preferred connections come first."""
+    mine, theirs = with_ports(TWO[0], "fe80::1"), with_ports(TWO[1], "fe80::2")
+    found = between_ports(mine, theirs, 2)
+    assert found == routes(mine, theirs, 4, 2)[-8:]
+    assert [route.via for route in found if route.number == RDMA] == STRAIGHT + CROSSED
+    assert {route.ends for route in found} == {("fe80::1", "fe80::2", RDMA + number) for number in (0, 1)}
+    assert {(route.hosts[1], route.port) for route in found} == {("10.0.0.2", 1000), ("10.0.1.2", 1001)}
+    assert {route.number for route in routes(mine, theirs, 4, 2) if not route.via} == {0}
+    assert str(found[0]) == "fe80::1 (mlx5_0:1) to fe80::2 (mlx5_0:1) over TCP from 10.0.0.1 to 10.0.0.2 port 1000"
+
+
+def test_ports_of_one_subnet_come_first():
+    """Then those in the same place; of different subnets those that would add one, over one connection."""
+    mine, theirs = (
+        with_ports(TWO[0], "fe80::1", "fd00::1", "fe80::3"),
+        with_ports(TWO[1], "fd00::2", "fe80::2", "fc00::4"),
+    )
+    found = disjoint(between_ports(mine, theirs))
+    assert pairs(found) == [("fe80::1", "fe80::2"), ("fd00::1", "fd00::2"), ("fe80::3", "fc00::4")]
+    apart = [route for route in between_ports(mine, theirs) if route.remote == "fc00::4"]
+    assert len(apart) == 3 and {route.via for route in apart} == {STRAIGHT[0]}
+
+
+def test_ports_of_infiniband_on_one_side():
+    """They are no reason to make fewer connections, nor where the other side has RDMA of Ethernet."""
+    mine = with_ports(TWO[0], "fe80::1")
+    assert routes(mine, TWO[1], 4, 2) == routes(*TWO, 4, 2)
+    assert routes(mine, BOTH[1], 4, 2) == routes(*TWO, 4, 2)
+
+
+def test_ports_count_as_rails_of_a_link():
+    found = disjoint(
+        routes(with_ports(TWO[0], *(f"fe80::{i}" for i in range(8))), with_ports(TWO[1], *("fe80::f1",) * 1), 4, 8)
+    )
+    assert sum(route.number >= RDMA for route in found) == 8 and len(found) <= MAX_RAILS
+
+
+def test_ports_of_infiniband_say_nothing_of_hosts():
+    """A host is tried over all its addresses, and blocked interfaces are told, without them."""
+    mine, theirs = with_ports(TWO[0], "fe80::1"), with_ports(TWO[1], "fe80::2")
+    search = Search(routes(mine, theirs))
+    plain = [route for route in routes(mine, theirs) if not route.via]
+    assert search.begin_all() == plain
+    for route in plain[1:]:
+        search.end(route, "refused", refused=True)
+        assert not search.waited()
+    search.end(plain[0], "refused", refused=True)
+    assert search.waited() and search.ended()
+    port = search.begin([], 5.0)[0]
+    assert port.via and search.tries(port.ends)
+    search.end(port, "they are in two subnets")
+    assert set(search.blocked([])) == set(plain)
+    assert search.fits(port, [FIRST, SECOND]) and not search.fits(port, [port.ends])
 
 
 def test_at_most_all_rails_of_a_link():

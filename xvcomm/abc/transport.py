@@ -103,14 +103,17 @@ class QueueEnd(NamedTuple):
         device: its name.
         port: number of the device's port.
         gid: of the port, as an address.
+        lid: of the port, in an InfiniBand subnet; 0 on Ethernet.
     """
 
     device: str
     port: int
     gid: str
+    lid: int = 0
 
     def __str__(self) -> str:
-        return f"{self.device} port {self.port}, GID {self.gid}"
+        lid = f"LID {self.lid}, " if self.lid else ""
+        return f"{self.device} port {self.port}, {lid}GID {self.gid}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from xvcomm.engine.session import plugins
 from xvcomm.types.route import Route
 from xvcomm.wire.reachability import disjoint, free
 
-REMEDY = 'what each reason asks for is in docs/rdma.md, under "What the texts mean"; XVCOMM_NICS chooses devices by interface'
+REMEDY = 'what each reason asks for is in docs/rdma.md, under "What the texts mean"; XVCOMM_NICS chooses devices'
 _LISTED = 64
 """Most lines of one kind."""
 
@@ -94,8 +94,8 @@ class QueuePairs:
             "pairs": [
                 {
                     "from": self.hosts[pair[0]], "to": self.hosts[pair[1]], "local": trial.route.local,
-                    "remote": trial.route.remote, "interfaces": trial.route.interfaces, "here": _plain(trial.here),
-                    "there": _plain(trial.there), "refusal": trial.refusal,
+                    "remote": trial.route.remote, "interfaces": trial.route.interfaces, "via": trial.route.via,
+                    "here": _plain(trial.here), "there": _plain(trial.there), "refusal": trial.refusal,
                 }
                 for pair, trials in self.trials.items()
                 for trial in trials
@@ -157,8 +157,9 @@ def _better(trial: PairTrial, back: PairTrial | None) -> PairTrial:
     """One of two trials of the same devices, the second of which was made from the other host."""
     if not trial.refusal or back is None or (back.refusal and (trial.here or not back.here)):
         return trial
-    local, remote, port, interfaces, number = back.route
-    return PairTrial(Route(remote, local, port, interfaces[::-1], number), back.there, back.here, back.refusal)
+    local, remote, port, interfaces, number, via = back.route
+    turned = Route(remote, local, port, interfaces[::-1], number, via and (via[1], via[0]))
+    return PairTrial(turned, back.there, back.here, back.refusal)
 
 
 def _ends(trial: PairTrial) -> str:

@@ -18,10 +18,11 @@ class Route(NamedTuple):
     """From an address of this host to an address and port of another.
 
     Attributes:
-        local, remote: the addresses.
+        local, remote: the addresses; between ports of InfiniBand their GIDs.
         port: at the other end.
-        interfaces: names of the network interfaces that have the addresses, this side's first.
+        interfaces: names of the network interfaces that have the addresses, this side's first; or of the ports, `mlx5_0:1`.
         number: of the connection among those between these addresses.
+        via: between ports of InfiniBand, the addresses between which these are joined over TCP.
     """
 
     local: str
@@ -29,6 +30,17 @@ class Route(NamedTuple):
     port: int
     interfaces: tuple[str, str]
     number: int = 0
+    via: tuple[str, str] | None = None
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """The addresses of the connection over TCP, this side's first."""
+        return self.via or (self.local, self.remote)
+
+    @property
+    def gids(self) -> tuple[str, str] | None:
+        """Those of the ports of InfiniBand at both ends, this side's first; None of other routes."""
+        return (self.local, self.remote) if self.via else None
 
     @property
     def ends(self) -> Ends:
@@ -37,4 +49,5 @@ class Route(NamedTuple):
 
     def __str__(self) -> str:
         here, there = self.interfaces
-        return f"{self.local} ({here}) to {self.remote} ({there}) port {self.port}"
+        over = f"over TCP from {self.via[0]} to {self.via[1]} " if self.via else ""
+        return f"{self.local} ({here}) to {self.remote} ({there}) {over}port {self.port}"

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from xvcomm.abc.transport import QueueEnd
 from xvcomm.trace.snapshot import Grades
+from xvcomm.types.subnets import SubnetPort
 from xvcomm.wire.frames import HEADER
 
 BUFFERS = 64
@@ -114,7 +115,10 @@ class Pair(Protocol):
 
 
 class Cards(Protocol):
-    """The RDMA devices that this process uses."""
+    """The RDMA devices that this process uses.
+
+    A port of Ethernet is found by an address of its network interface, one of InfiniBand by its GID.
+    """
 
     @property
     def has_direct(self) -> bool:
@@ -127,11 +131,14 @@ class Cards(Protocol):
     def reaches(self, address: str) -> bool:
         """Whether a device belongs to the network interface that has this address, and can be used."""
 
+    def ports(self) -> Sequence[SubnetPort]:
+        """The ports of InfiniBand that can be used, as they are now."""
+
     def end(self, address: str) -> QueueEnd:
-        """Where a queue pair of the interface that has this address would end, if it were made now.
+        """Where a queue pair of the port that has this address would end, if it were made now.
 
         Raises:
-            ResourceError: no device belongs to the interface at the moment.
+            ResourceError: no port has it at the moment.
         """
 
     def register(self, address: int, nbytes: int) -> Registered:
@@ -148,7 +155,7 @@ class Cards(Protocol):
         """
 
     def pair(self, address: str) -> Pair:
-        """A queue pair of the device of the interface that has this address.
+        """A queue pair of the port that has this address.
 
         Raises:
             ResourceError: there is none, or the device refuses.

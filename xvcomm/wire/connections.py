@@ -20,8 +20,10 @@ def set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
-def ends(connection: socket.socket, number: int) -> Ends:
-    """The ends of a connection with this number."""
+def ends(connection: socket.socket, number: int, gids: tuple[str, str] | None = None) -> Ends:
+    """The ends of a connection with this number, which are ports of InfiniBand if it joins these."""
+    if gids is not None:
+        return *gids, number
     return connection.getsockname()[0], connection.getpeername()[0], number
 
 

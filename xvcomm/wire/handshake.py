@@ -11,9 +11,10 @@ import asyncio
 import hmac
 import secrets
 import socket
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from xvcomm.errors import AuthenticationError, ResourceError
 
@@ -26,7 +27,11 @@ PROBE_RDMA = -2
 _LIMIT = 1 << 10
 _NONCE = 32
 _REFUSAL = 400  # characters
-_VERSION = 6
+_VERSION = 7
+
+
+Gid = Annotated[str, Meta(max_length=45)]
+"""Of a port of InfiniBand, as an address."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):
@@ -37,13 +42,17 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Connecting side: a new nonce, both ranks as numbers of the whole job, the connection's number and the proof."""
+    """Connecting side: a new nonce, both ranks as numbers of the whole job, the connection's number and the proof.
+
+    Between ports of InfiniBand also the GIDs of its own and of the other side's.
+    """
 
     nonce: bytes
     rank: int
     peer: int
     number: int
     proof: bytes
+    gids: tuple[Gid, Gid] | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -73,8 +82,11 @@ class Malformed(Exception):
     """The other side does not speak this protocol."""
 
 
-def _prove(key: bytes, side: str, accepting: bytes, connecting: bytes, rank: int, peer: int, number: int) -> bytes:
-    text = f"xvcomm wire {_VERSION} {side} {rank} {peer} {number} ".encode()
+def _prove(
+    key: bytes, side: str, accepting: bytes, connecting: bytes, rank: int, peer: int, number: int,
+    gids: tuple[str, str] | None,
+) -> bytes:  # fmt: skip
+    text = f"xvcomm wire {_VERSION} {side} {rank} {peer} {number} {gids} ".encode()
     return hmac.digest(key, text + accepting + connecting, "sha256")
 
 
@@ -111,20 +123,24 @@ class Proven(NamedTuple):
         number: of the connection among those on its route, or `PROBE`, or `PROBE_RDMA`.
         proof: for `admit`.
         key: of this connection, for TLS.
+        gids: of the ports of InfiniBand that it joins, this side's first; None if it joins none.
     """
 
     rank: int
     number: int
     proof: bytes
     key: bytes
+    gids: tuple[str, str] | None
 
 
-async def connect(connection: socket.socket, key: bytes, rank: int, peer: int, number: int) -> bytes:
+async def connect(
+    connection: socket.socket, key: bytes, rank: int, peer: int, number: int, gids: tuple[str, str] | None = None
+) -> bytes:  # fmt: skip
     """Prove the key on a connection that this side has made, and check the other side's proof.
 
     Args:
         rank, peer: this process and the one that is expected, as numbers of the whole job.
-        number: see `Route`; or `PROBE`, or `PROBE_RDMA`.
+        number, gids: see `Route`; the former may be `PROBE`, or `PROBE_RDMA`.
 
     Returns:
         A key of this connection, for TLS.
@@ -140,8 +156,8 @@ async def connect(connection: socket.socket, key: bytes, rank: int, peer: int, n
     if challenge.version != _VERSION or len(challenge.nonce) != _NONCE:
         raise Malformed("it speaks another version; install one xvcomm everywhere")
     nonce = secrets.token_bytes(_NONCE)
-    proven = challenge.nonce, nonce, rank, peer, number
-    await _send(connection, Hello(nonce, rank, peer, number, _prove(key, "connect", *proven)))
+    proven = challenge.nonce, nonce, rank, peer, number, gids
+    await _send(connection, Hello(nonce, rank, peer, number, _prove(key, "connect", *proven), gids))
     verdict = await _receive(connection, Verdict)
     assert isinstance(verdict, Verdict)
     if not hmac.compare_digest(verdict.proof, _prove(key, "accept", *proven)):
@@ -163,13 +179,14 @@ async def accept(connection: socket.socket, key: bytes, rank: int, size: int) ->
     await _send(connection, Challenge(_VERSION, own))
     hello = await _receive(connection, Hello)
     assert isinstance(hello, Hello)
-    proven = own, hello.nonce, hello.rank, hello.peer, hello.number
+    proven = own, hello.nonce, hello.rank, hello.peer, hello.number, hello.gids
     proof = _prove(key, "connect", *proven)
     named = hello.peer == rank != hello.rank and 0 <= hello.rank < size and len(hello.nonce) == _NONCE
     if not hmac.compare_digest(hello.proof, proof) or not named:
         raise AuthenticationError("a connection was refused whose maker does not have the job's key", rank=rank)
     accept, tls = (_prove(key, side, *proven) for side in ("accept", "tls"))
-    return Proven(hello.rank, hello.number, accept, tls)
+    gids = hello.gids and (hello.gids[1], hello.gids[0])
+    return Proven(hello.rank, hello.number, accept, tls, gids)
 
 
 async def admit(connection: socket.socket, proof: bytes, refusal: str = "") -> None:

@@ -158,8 +158,8 @@ class Link:
         self._seen = self._accepted = time.monotonic()  # its host answers, however long its process is busy
         try:
             async with asyncio.timeout(handshake.SECONDS):
-                key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number)
-                both = ends(connection, route.number)
+                key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number, route.gids)
+                both = ends(connection, route.number, route.gids)
                 if self._search.fits(route, self._up()) and not self.gone:
                     await self.use(connection, both, key, accepting=False)
                     used = True

@@ -198,8 +198,8 @@ class Network:
         routes = {rank: [route for route in own.routes(rank) if route.number == RDMA] for rank in ranks}
 
         async def every() -> dict[int, list[PairTrial]]:
-            pairs = [(rank, route) for rank, ways in routes.items() for route in ways]
-            tries = (pair_trials.attempt(cards, at_once, own.key, own.rank, rank, route) for rank, route in pairs)
+            pairs = [(rank, ways) for rank, found in routes.items() for ways in _by_ends(found)]
+            tries = (pair_trials.attempt(cards, at_once, own.key, own.rank, rank, ways) for rank, ways in pairs)
             found: dict[int, list[PairTrial]] = {rank: [] for rank in routes}
             for (rank, _), trial in zip(pairs, await asyncio.gather(*tries), strict=True):
                 found[rank].append(trial)
@@ -341,9 +341,9 @@ class Network:
             return False
         if proven.number == handshake.PROBE_RDMA:
             await handshake.admit(connection, proven.proof)
-            await pair_trials.answer(self._process.cards, connection)
+            await pair_trials.answer(self._process.cards, connection, proven.gids)
             return False
-        link, both = self._link(proven.rank), ends(connection, proven.number)
+        link, both = self._link(proven.rank), ends(connection, proven.number, proven.gids)
         refusal = link.objection(both)
         await handshake.admit(connection, proven.proof, refusal)
         if refusal:
@@ -408,3 +408,11 @@ class Network:
             for link in list(self._links.values()):
                 if link.silent(self._closing) and not link.gone:
                     link.give_up()
+
+
+def _by_ends(routes: Sequence[Route]) -> list[list[Route]]:
+    """The routes with the same ends together: to ports of InfiniBand several connections over TCP lead."""
+    found: dict[Ends, list[Route]] = {}
+    for route in routes:
+        found.setdefault(route.ends, []).append(route)
+    return list(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,34 +20,51 @@ _decode = msgspec.msgpack.Decoder(QueueEnd).decode
 
 
 async def attempt(
-    cards: Cards, at_once: asyncio.Semaphore, key: bytes, rank: int, peer: int, route: Route
+    cards: Cards, at_once: asyncio.Semaphore, key: bytes, rank: int, peer: int, routes: Sequence[Route]
 ) -> PairTrial:  # fmt: skip
-    """Try the devices of a route to a rank, with the proof of the job's key."""
+    """Try the devices of routes to a rank, with the proof of the job's key.
+
+    Args:
+        routes: with the same ends; the first one counts over which there is a connection.
+    """
     async with at_once:
-        try:
-            connection = await connect(route)
-        except OSError as error:
-            return _failed(route, f"no connection over TCP, by which they are joined: {reason(error)}")
-        try:
-            with connection:
-                async with asyncio.timeout(handshake.SECONDS):
-                    await handshake.connect(connection, key, rank, peer, handshake.PROBE_RDMA)
-                    return PairTrial(route, *await _join(cards, connection, route.local))
-        except (OSError, handshake.Malformed, handshake.Refused) as error:
-            return _failed(route, f"the connection by which they are joined was lost: {reason(error)}")
+        why = ""
+        for route in routes:
+            try:
+                connection = await connect(route)
+            except OSError as error:
+                why = why or f"no connection over TCP, by which they are joined: {reason(error)}"
+            else:
+                return await _attempt(cards, connection, key, rank, peer, route)
+        return _failed(routes[0], why)
+
+
+async def _attempt(
+    cards: Cards, connection: socket.socket, key: bytes, rank: int, peer: int, route: Route
+) -> PairTrial:  # fmt: skip
+    try:
+        with connection:
+            async with asyncio.timeout(handshake.SECONDS):
+                await handshake.connect(connection, key, rank, peer, handshake.PROBE_RDMA, route.gids)
+                return PairTrial(route, *await _join(cards, connection, route.local))
+    except (OSError, handshake.Malformed, handshake.Refused) as error:
+        return _failed(route, f"the connection by which they are joined was lost: {reason(error)}")
 
 
 def _failed(route: Route, why: str) -> PairTrial:
     return PairTrial(route, None, None, why)
 
 
-async def answer(cards: Cards | None, connection: socket.socket) -> None:
+async def answer(cards: Cards | None, connection: socket.socket, gids: tuple[str, str] | None) -> None:
     """Join queue pairs over an accepted connection, whose other side has proved its rank.
+
+    Args:
+        gids: of the ports of InfiniBand, this side's first; without, the devices are those of the connection's addresses.
 
     Raises:
         handshake.Malformed, OSError: as in `handshake.connect`.
     """
-    await _join(cards, connection, connection.getsockname()[0])
+    await _join(cards, connection, gids[0] if gids else connection.getsockname()[0])
 
 
 async def _join(

@@ -14,6 +14,10 @@ from xvcomm.wire.carrier import PostedRail
 _TRY_SECONDS = 3.0
 """How long a first frame may take: longer than a device repeats it."""
 _POLL_SECONDS = 0.001
+_SILENCE = (
+    "nothing arrives over RDMA: does a firewall drop UDP port 4791? With InfiniBand: are the two ports in one fabric? Several "
+    "fabrics may have the same prefix"
+)
 
 
 class PairRail:
@@ -91,5 +95,5 @@ async def _try(made: PairRail) -> None:
     until = time.monotonic() + _TRY_SECONDS
     while not made.posted.greeted():
         if time.monotonic() > until:
-            raise ResourceError("nothing arrives over RDMA: does a firewall drop UDP port 4791?")
+            raise ResourceError(_SILENCE)
         await asyncio.sleep(_POLL_SECONDS)

@@ -25,12 +25,13 @@ async def connect(route: Route) -> socket.socket:
     Raises:
         OSError: there is none.
     """
-    connection = socket.socket(socket.AF_INET6 if ":" in route.remote else socket.AF_INET, socket.SOCK_STREAM)
+    local, remote = route.hosts
+    connection = socket.socket(socket.AF_INET6 if ":" in remote else socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
-        connection.bind((route.local, 0))
+        connection.bind((local, 0))
         async with asyncio.timeout(_CONNECT_SECONDS):
-            await asyncio.get_running_loop().sock_connect(connection, (route.remote, route.port))
+            await asyncio.get_running_loop().sock_connect(connection, (remote, route.port))
     except BaseException:
         connection.close()
         raise
@@ -105,6 +106,7 @@ class Search:
     def __init__(self, routes: Sequence[Route]) -> None:
         """`routes`: the preferred ones first."""
         self._routes = routes
+        self._of_hosts = [route for route in routes if not route.via]
         self._interfaces = {(route.local, route.remote): route.interfaces for route in routes}
         self._trying: set[Route] = set()
         self._tried: dict[Route, float] = {}  # when, the last time
@@ -138,8 +140,11 @@ class Search:
         return found
 
     def begin_all(self) -> list[Route]:
-        """All routes that were not tried, as if each interface could be in any number of rails; see `fits`."""
-        found = [route for route in self._routes if route not in self._tried and route not in self._trying]
+        """All routes that were not tried, as if each interface could be in any number of rails; see `fits`.
+
+        Without those between ports of InfiniBand, whose hosts are tried by others.
+        """
+        found = [route for route in self._of_hosts if route not in self._tried and route not in self._trying]
         self._trying.update(found)
         return found
 
@@ -183,17 +188,19 @@ class Search:
 
     def waited(self) -> bool:
         """Whether a process that does not answer for long may be given up: there was a rail, or all routes were tried."""
-        return bool(self._proven) or len(self._tried) == len(self._routes)
+        return bool(self._proven) or all(route in self._tried for route in self._of_hosts)
 
     def ended(self) -> bool:
         """Whether the process has ended: all its addresses were tried, and nobody listens where it did, or nowhere."""
-        every = {route.remote for route in self._routes}
-        refusing = {route.remote for route in self._refusing}
-        tried = {route.remote for route in self._tried} == every
+        every = {route.remote for route in self._of_hosts}
+        refusing = {route.hosts[1] for route in self._refusing}
+        tried = {route.remote for route in self._tried if not route.via} == every
         return tried and bool(refusing & self._proven or refusing == every) and bool(every)
 
     def blocked(self, rails: Collection[Ends]) -> dict[Route, str]:
         """The routes between interfaces that have been in no rail for a while, with their failures, if all have failed."""
         before = time.monotonic() - GRACE_SECONDS
-        unused = free(self._routes, [*map(self._of, rails), *(pair for pair, at in self._lost.items() if at > before)])
+        unused = free(
+            self._of_hosts, [*map(self._of, rails), *(pair for pair, at in self._lost.items() if at > before)]
+        )
         return {r: self.failures[r] for r in unused} if all(r in self.failures for r in unused) else {}

@@ -15,6 +15,7 @@ from numba import njit
 
 from xvcomm.abc.transport import QueueEnd
 from xvcomm.errors import ResourceError
+from xvcomm.types.subnets import SubnetPort
 from xvcomm.wire import verbs
 from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Keys, Loopback
 
@@ -158,6 +159,10 @@ class FakeCards:
     def reaches(self, address: str) -> bool:
         """See `wire.cards.Cards`."""
         return True
+
+    def ports(self) -> list[SubnetPort]:
+        """See `wire.cards.Cards`."""
+        return []
 
     def end(self, address: str) -> QueueEnd:
         """See `wire.cards.Cards`."""
