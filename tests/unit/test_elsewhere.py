@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import pytest
 
 from xvcomm.abc.store import Notices
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
@@ -28,6 +29,7 @@ class SlowStore(MemoryStore, Notices):
         self.posting, self.leaving, self.go_on = threading.Event(), threading.Event(), threading.Event()
         self.posted: list[Any] = []
         self.coming: SimpleQueue[Any] = SimpleQueue()
+        self.quiet, self.given_up = 0.0, False
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
         return self
@@ -43,7 +45,10 @@ class SlowStore(MemoryStore, Notices):
         assert self.go_on.wait(SOON)
 
     def silence(self) -> float:
-        return 0.0
+        return self.quiet
+
+    def give_up(self) -> None:
+        self.given_up = True
 
     def leave(self) -> None:
         self.leaving.set()
@@ -82,4 +87,21 @@ def test_news_of_a_communicator_is_no_death() -> None:
         store.coming.put([1, False, False, news])
     assert heard.get(timeout=SOON) == (1, DEPARTURE)
     assert heard.get(timeout=SOON) == 1
+    elsewhere.close()
+
+
+@pytest.mark.parametrize("silent_first", [True, False])
+def test_a_store_that_is_out_of_reach_like_its_rank(silent_first: bool) -> None:
+    """What waits for the store ends if that does not answer and the rank that is tried is lost; for neither alone."""
+    store = SlowStore()
+    store.go_on.set()
+    elsewhere = rank_0(store)
+    for silence in (silent_first, not silent_first):
+        assert not store.given_up
+        if silence:
+            store.quiet = SOON
+        else:
+            elsewhere.note_lost(1)
+        elsewhere.look()
+    assert store.given_up
     elsewhere.close()

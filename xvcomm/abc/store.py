@@ -39,7 +39,9 @@ class Notices(ABC):
 
     @abstractmethod
     def silence(self) -> float:
-        """For how many seconds the store's host has not answered; 0 if none was to be told of a silence. Never blocks."""
+        """For how many seconds the store's host has not answered, or not acknowledged a request of this process, because it hears
+        nothing; 0 if none was to be told of a silence. Never blocks.
+        """
 
     @abstractmethod
     def leave(self) -> None:

@@ -40,9 +40,22 @@ def begin(sock: socket.socket, seconds: float) -> None:
 
 
 def silence(sock: socket.socket) -> float:
-    """Seconds since the other host has acknowledged anything; 0 if the system does not tell, or the socket is closed."""
+    """Seconds since the other host has acknowledged anything, or longer if it does not acknowledge what was sent before; 0 if the
+    system does not tell, or the socket is closed.
+    """
     told = _told(sock)
-    return 0.0 if told is None else float(told.last_ack_recv) / 1000
+    return 0.0 if told is None else max(float(told.last_ack_recv) / 1000, _in_vain(told))
+
+
+def unheard(sock: socket.socket) -> float:
+    """Seconds, at least, for which the kernel has sent the same again and again without an acknowledgement; 0 if it has not."""
+    told = _told(sock)
+    return 0.0 if told is None else _in_vain(told)
+
+
+def _in_vain(told: _TcpInfo) -> float:
+    """The sum of the timeouts that have passed, of which each is twice as long as the one before."""
+    return float(told.rto) / 1e6 * (1 - 0.5**told.backoff) if told.retransmits else 0.0
 
 
 def answers(sock: socket.socket) -> bool:

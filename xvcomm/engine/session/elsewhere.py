@@ -111,6 +111,7 @@ class Elsewhere:
         self._store, self._rank, self._neighbours, self._server, self._tried = store, rank, neighbours, server, tried
         self._transport, self._lost, self._told, self._over = transport, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
+        self._apart = False  # whether the rank that is tried cannot be reached
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._notices = store.notices(_PLACE, died, silent, self._patience)
         self.tells = self._notices is not None
@@ -132,11 +133,12 @@ class Elsewhere:
         if doubts and not self._doubts:
             self._transport(self._tried).doubt(self._tried, silence)
         self._doubts = doubts
+        if doubts and self._apart:
+            self._store.give_up()
 
     def note_lost(self, rank: int) -> None:
-        """A rank cannot be reached: if the store cannot either, what waits for its answers ends."""
-        if self._doubts and rank == self._tried:
-            self._store.give_up()
+        """A rank cannot be reached: once the store cannot either, what waits for its answers ends."""
+        self._apart = self._apart or rank == self._tried
 
     def _announce(self, notices: Notices) -> None:
         with contextlib.suppress(XvcommError):

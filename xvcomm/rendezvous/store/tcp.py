@@ -128,6 +128,12 @@ class TcpStore(Store):
         for link in links:
             link.hang_up()
 
+    def unheard(self) -> float:
+        """For how many seconds a request has been sent in vain, since the store's host hears nothing; 0 if there is none."""
+        with self._lock:
+            links = list(self._links)
+        return max((link.unheard() for link in links), default=0.0)
+
     @property
     def served_here(self) -> bool:
         return self._on_close is not None
@@ -293,7 +299,7 @@ class _TcpNotices(Notices):
         self._store.set(f"{self._place}/{self._store.add(self._place, 1, deadline)}", notice, deadline)
 
     def silence(self) -> float:
-        return self._link.silence()
+        return max(self._link.silence(), self._store.unheard())
 
     def leave(self) -> None:
         try:
@@ -360,6 +366,10 @@ class _Link:
     def silence(self) -> float:
         """See `Notices.silence`."""
         return heartbeat.silence(self._sock) if self._listens else 0.0
+
+    def unheard(self) -> float:
+        """Seconds for which a request has been sent in vain; 0 if the other host has acknowledged it."""
+        return heartbeat.unheard(self._sock)
 
     def hang_up(self) -> None:
         """Shut down the connection, also while a thread waits on it."""
