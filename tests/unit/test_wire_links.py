@@ -72,3 +72,12 @@ def test_a_host_that_answers(looks, monkeypatch):
     assert not looks.link.answers()
     monkeypatch.setattr(rails.heartbeat, "answers", lambda connection: True)
     assert looks.link.answers()
+
+
+def test_a_long_way(looks, monkeypatch):
+    """Where acknowledgements take long, a rail is given the time to send again what was lost, and no more."""
+    monkeypatch.setattr(rails.heartbeat, "round_trip", lambda connection: 0.4)
+    looks(0.0, (100, 0), (100, 0))
+    for at in (0.2, 0.4, 0.8, 1.2, 1.6, 2.0):
+        assert looks(at, (164, 64), (int(100 * at) + 100, 10)) == []
+    assert looks(2.2, (164, 64), (320, 10)) == [0]

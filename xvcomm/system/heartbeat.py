@@ -17,7 +17,7 @@ _FOREVER_MS = (1 << 31) - 1
 _BYTES = ("state", "ca_state", "retransmits", "probes", "backoff", "options", "scales", "flags")
 _WORDS = (
     "rto", "ato", "snd_mss", "rcv_mss", "unacked", "sacked", "lost", "retrans", "fackets", "last_data_sent", "last_ack_sent",
-    "last_data_recv", "last_ack_recv",
+    "last_data_recv", "last_ack_recv", "pmtu", "rcv_ssthresh", "rtt",
 )  # fmt: skip
 
 
@@ -62,6 +62,12 @@ def answers(sock: socket.socket) -> bool:
     """Whether the other host has acknowledged what was sent, or asked, last: also where its process takes nothing more."""
     told = _told(sock)
     return told is not None and told.retransmits == 0 and told.probes == 0
+
+
+def round_trip(sock: socket.socket) -> float:
+    """Seconds that an acknowledgement has taken of late; 0 if the system does not tell, or the socket is closed."""
+    told = _told(sock)
+    return 0.0 if told is None else float(told.rtt) / 1e6
 
 
 def _told(sock: socket.socket) -> _TcpInfo | None:

@@ -15,7 +15,11 @@ from xvcomm.wire.tls import Channel
 SILENT_SECONDS = 3.0
 """How long a process that leaves waits for one of which nothing comes; the carrier of one that runs sends signs of life."""
 STALL_SECONDS = 0.35
-"""A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works."""
+"""A rail is replaced if the other host has acknowledged nothing for this long, and another rail of the link works; longer where
+acknowledgements take long."""
+_ROUND_TRIPS = 4
+"""What the kernel takes to send again what was lost twice, beside the shortest timeout of TCP, 0.2 s, which is in STALL_SECONDS:
+it asks after two, its timeout is one longer than that, and the answer takes one."""
 
 
 @dataclass(eq=False)
@@ -38,7 +42,9 @@ class Rail:
     @property
     def patience(self) -> float:
         """How long the other host may acknowledge nothing; devices repeat what is lost by themselves, and tell of failures."""
-        return STALL_SECONDS if self.rdma is None else SILENT_SECONDS
+        if self.rdma is not None:
+            return SILENT_SECONDS
+        return STALL_SECONDS + _ROUND_TRIPS * heartbeat.round_trip(self.connection)
 
     @property
     def answers(self) -> bool:
