@@ -10,11 +10,12 @@ import pytest
 from xvcomm.errors import ResourceError
 from xvcomm.testing.hosts import Hosts
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, here and on the ranks
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "shims" / "links")]  # for the modules there, here and on the ranks
 
 from forked import Forked
 
-RANKS = Path(__file__).parent / "ranks.py"
+RANKS = FOLDER / "ranks.py"
 
 
 class TwoHosts(Hosts):

@@ -98,10 +98,9 @@ class Hosts:
             raise
 
     def _join(self, link: int, rate: str | None, addresses: Sequence[str]) -> None:
-        ends = [self.interface(side, link) for side in range(2)]
-        near, far = ((end, "netns", namespace) for end, namespace in zip(ends, self._namespaces, strict=True))
-        _call("ip", "link", "add", *near, "type", "veth", "peer", "name", *far)
-        for side, (end, namespace) in enumerate(zip(ends, self._namespaces, strict=True)):
+        self.make_interfaces(link)
+        for side, namespace in enumerate(self._namespaces):
+            end = self.interface(side, link)
             for pattern in addresses:
                 address = pattern.format(link=link, side=side + 1)
                 at_once = ("nodad",) if ":" in address else ()
@@ -110,6 +109,16 @@ class Hosts:
                 shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "20ms")
                 _call("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *shape)
             self.ip(side, "link", "set", end, "up")
+
+    def make_interfaces(self, link: int) -> None:
+        """Make the two interfaces of a link, one on each host; a subclass may join the hosts otherwise.
+
+        Raises:
+            OSError, subprocess.CalledProcessError: they cannot be made.
+        """
+        ends = [self.interface(side, link) for side in range(2)]
+        near, far = ((end, "netns", namespace) for end, namespace in zip(ends, self._namespaces, strict=True))
+        _call("ip", "link", "add", *near, "type", "veth", "peer", "name", *far)
 
     def interface(self, side: int, link: int) -> str:
         """Name of a host's interface to a link."""

@@ -1,0 +1,184 @@
+"""Links that lose packets, delay them, are slow, or carry nothing in one direction: two ranks on two hosts."""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+from emulated import EmulatedHosts
+
+from xvcomm.errors import PeerLost, ResourceError
+from xvcomm.testing import World
+from xvcomm.testing.hosts import NAMES
+from xvcomm.testing.inside import network
+from xvcomm.testing.signals import await_that
+
+FAR = {"loss": 0.01, "delay": 0.05}
+SIZES = (0, 1, 100, 4096, 70_001, 1 << 20)
+PEER_SECONDS = 3
+RATE = 4e6
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts with two links that a test changes."""
+    try:
+        made = EmulatedHosts()
+    except ResourceError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+@pytest.fixture
+def world(hosts):
+    """A rank on each of them, and their store on the first."""
+    with ranks(hosts) as made:
+        yield made
+
+
+def ranks(hosts, **env):
+    """A rank on each host, and their store on the first."""
+    variables = {
+        "XVCOMM_DEVICE": "host", "XVCOMM_STORE": "tcp://10.77.0.1:29711", "XVCOMM_PEER_TIMEOUT": str(PEER_SECONDS), **env,
+    }  # fmt: skip
+    namespaces = {name: hosts.namespace(side) for side, name in enumerate(NAMES)}
+    return World(hosts=",".join(NAMES), namespaces=namespaces, env=variables, timeout=60)
+
+
+def contents(count, seed):
+    """Bytes that both ranks know."""
+    return np.random.default_rng(seed).integers(0, 127, count, np.uint8)
+
+
+def talk(comm, sizes=SIZES):
+    """Messages both ways and collectives of these sizes: how often a connection was lost."""
+    other = 1 - comm.rank
+    for size in sizes:
+        got, mine, theirs = np.zeros(size, np.uint8), contents(size, comm.rank), contents(size, other)
+        comm.sendrecv(mine, other, got, other)
+        assert (got == theirs).all()
+        comm.all_reduce(got)
+        assert (got == mine + theirs).all()
+        assert (comm.all_gather(mine) == np.concatenate([contents(size, rank) for rank in range(2)])).all()
+        for work in (comm.isend(mine, other), comm.irecv(got, other)):
+            work.wait()
+        assert (got == theirs).all()
+    comm.barrier()
+    return sum(path.losses for path in network(comm).paths())
+
+
+def send(comm, size, count=1):
+    """Messages from rank 0 to rank 1: what each link has carried of them."""
+    before, got = carried(comm), np.zeros(size, np.uint8)
+    for number in range(count):
+        if comm.rank == 0:
+            comm.send(contents(size, number), 1)
+        else:
+            comm.recv(got, 0)
+            assert (got == contents(size, number)).all()
+    comm.barrier()
+    return [after - earlier for earlier, after in zip(before, carried(comm), strict=True)]
+
+
+def carried(comm):
+    """Bytes that this rank has sent over each link so far, once there is a connection over each."""
+    comm.barrier()
+    await_that(lambda: len(comm.rails()) == 2)
+    return [path.sent for path in sorted(network(comm).paths(), key=lambda path: path.local)]
+
+
+def send_on(comm, size, file):
+    """Messages from rank 0 to rank 1 until a file is there: how many, at least one, and the addresses of the connections then."""
+    got, number = np.zeros(size, np.uint8), 0
+    while comm.broadcast_object(number == 0 or not os.path.exists(file)):
+        if comm.rank == 0:
+            comm.send(contents(size, number), 1)
+        else:
+            comm.recv(got, 0)
+            assert (got == contents(size, number)).all()
+        number += 1
+    return number, [rail.local for rail in comm.rails()]
+
+
+def test_far_hosts(hosts):
+    """A job whose packets take 50 ms, and of which 1 % is lost, from its beginning: slower, but no connection is given up."""
+    for link in range(2):
+        hosts.change(link, **FAR)
+    with ranks(hosts) as world:
+        assert world.run(talk) == [0, 0]
+
+
+def test_slow_link(hosts, world):
+    """A link that becomes ten times as slow carries about a tenth of what the other one does, and nothing is lost."""
+    for link in range(2):
+        hosts.change(link, rate=RATE)
+    first, second = world.run(send, 4 << 20)[0]
+    assert 0.5 * first < second < 2 * first
+    hosts.change(1, rate=RATE / 10)
+    fast, slow = world.run(send, 4 << 20, 2)[0]
+    assert 0.02 * fast < slow < 0.35 * fast
+
+
+def test_loss_in_a_message(hosts, world):
+    """Packets begin to be lost, and to take longer, in the middle of a message."""
+    world.run(send, 100)
+    for link in range(2):
+        hosts.change(link, rate=RATE)
+    for rank in range(2):
+        world.submit(rank, send, 8 << 20)
+    begun = hosts.sent(0, 0)
+    await_that(lambda: hosts.sent(0, 0) > begun + (1 << 20))
+    for link in range(2):
+        hosts.change(link, loss=0.03, delay=0.02, rate=0)
+    assert sum(world.collect()[0]) > 8 << 20
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_direction(hosts, world, side, tmp_path):
+    """A link over which a host hears nothing any more, and is heard, is left out until it carries again."""
+    for link in range(2):
+        hosts.change(link, delay=0.01)
+    world.run(carried)
+    for rank in range(2):
+        world.submit(rank, send_on, 100_000, tmp_path / "over")
+    hosts.change(1, side, loss=1)
+    time.sleep(2)
+    (tmp_path / "over").touch()
+    assert [rails for _, rails in world.collect()] == [["10.77.0.1"], ["10.77.0.2"]]
+    hosts.change(1, side, loss=0)
+    world.run(carried)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_direction_of_all_links(hosts, world, side, tmp_path):
+    """Where one host hears nothing, and is heard, each loses the other after XVCOMM_PEER_TIMEOUT, however long packets take."""
+    for link in range(2):
+        hosts.change(link, delay=0.05)
+    world.run(carried)
+    for rank in range(2):
+        world.submit(rank, send_on, 100_000, tmp_path / "never")
+    for link in range(2):
+        hosts.change(link, side, loss=1)
+    begun = time.monotonic()
+    for rank, error in enumerate(world.collect()):
+        assert isinstance(error, PeerLost) and error.peer == 1 - rank, error
+    assert time.monotonic() - begun < 10 * PEER_SECONDS
+
+
+def test_links_that_come_and_go(hosts, world, tmp_path):
+    """Now one link is dead and then the other one, in one direction or both, but never both links."""
+    world.run(carried)
+    for rank in range(2):
+        world.submit(rank, send_on, 500_000, tmp_path / "over")
+    draw = random.Random(3)
+    for _ in range(8):
+        link, sides = draw.randrange(2), draw.choice(((0,), (1,), (0, 1)))
+        hosts.change(link, *sides, loss=1)
+        time.sleep(draw.uniform(0.1, 0.9))
+        hosts.change(link, *sides, loss=0)
+        time.sleep(draw.uniform(0.1, 0.9))
+    (tmp_path / "over").touch()
+    (sent, _), (received, _) = world.collect()
+    assert sent == received > 8
