@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from emulated import change
 
 from xvcomm.errors import ClosedError, XvcommError
 
@@ -36,8 +37,12 @@ HOSTS = 10_000
 PLACES = {2: ("a:2,b:2", "a:3,b", "a,b,a,b"), 3: ("a:2,b,c", "a,b:2,c")}
 """Hosts of four ranks, by their number."""
 ISLANDS = ("a:4", "a:2,b:2", "a,b,a,b", "a:3,b", "a,b,c:2")
-CUTS = ("cut link", "cut off")
-"""Faults of the network: one of two links between two hosts is down for a while, or both are from then on."""
+CUTS = ("cut link", "cut off", "cut one way", "cut off one way", "lost packets")
+"""Faults of the network: one of two links between two hosts is down for a while, or both are from then on; the same for what one
+host sends; both lose packets and delay the others.
+"""
+EMULATED = CUTS[2:]
+LOSSY = {"loss": 0.02, "delay": 0.01}
 FAULTS_OF_HOSTS = (*FAULTS[:-2], *CUTS)
 LENGTHS = (3, 1000, 70_000, 700_000)
 STEPS = 6
@@ -225,7 +230,7 @@ class Run:
         faults = FAULTS_OF_HOSTS if over_hosts else FAULTS
         fault = faults[seed % len(faults)]
         store = draw.choice(
-            ("rank 0", *["file"] * 4) if fault == "cut off" else STORES[1:] if fault == "cut link" else STORES
+            ("rank 0", *["file"] * 4) if fault.startswith("cut off") else STORES[1:] if fault in CUTS else STORES
         )
         program = [(draw.choice(PROGRAM), draw.choice(LENGTHS)) for _ in range(STEPS)]
         step = draw.randrange(STEPS)
@@ -239,7 +244,9 @@ class Run:
     @property
     def timeout(self) -> float:
         """Timeout of each operation in seconds."""
-        return {"stop": PATIENCE, "missing": PATIENCE, "cut off": 8.0}.get(self.fault, AMPLE)
+        if self.fault.startswith("cut off"):
+            return 8.0
+        return PATIENCE if self.fault in ("stop", "missing") else AMPLE
 
     @property
     def parts(self) -> bool:
@@ -343,13 +350,20 @@ def _strike(comm: Any, run: Run, folder: str) -> None:
             _later(30 * run.delay, _turn, "up", 1)
         case "cut off":
             _turn("down", 0, 1)
+        case "cut one way":
+            _change([1], run.victim % 2, loss=1)
+            _later(30 * run.delay, _change, [1], run.victim % 2, loss=0)
+        case "cut off one way":
+            _change([0, 1], run.victim % 2, loss=1)
+        case "lost packets":
+            _change([0, 1], **LOSSY)
 
 
 _timers: list[threading.Timer] = []
 
 
-def _later(seconds: float, function: Callable[..., object], *args: Any) -> None:
-    _timers.append(threading.Timer(seconds, function, args))
+def _later(seconds: float, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    _timers.append(threading.Timer(seconds, function, args, kwargs))
     _timers[-1].start()
 
 
@@ -358,6 +372,13 @@ def _turn(state: str, *links: int) -> None:
     for _, name in socket.if_nameindex():
         if name != "lo" and int(name[-1]) in links:
             subprocess.run(["ip", "link", "set", name, state], check=True)
+
+
+def _change(links: list[int], *sides: int, **properties: float) -> None:
+    """Change links for what these hosts send, or both if none is named."""
+    controls = os.environ["LINKS"].split(os.pathsep)
+    for link in links:
+        change(controls[link], *sides, **properties)
 
 
 _came = threading.Event()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, here and on the ranks
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "shims" / "links")]  # for the modules there, here and on the ranks
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ A run is determined by its seed. To repeat one:
 
     pytest "tests/faults/test_faults_campaign.py::test_run[17]"
 
-Seeds from 10,000 on are over several hosts: labels, and two network namespaces where a link is cut.
+Seeds from 10,000 on are over several hosts: labels, and two network namespaces where a link is cut or loses packets.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from campaign import AMPLE, CUTS, HOSTS, Ending, Run, Stumble, play
+from campaign import AMPLE, CUTS, EMULATED, HOSTS, Ending, Run, Stumble, play
+from emulated import EmulatedHosts
 
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost, ResourceError
 from xvcomm.testing.hosts import NAMES, Hosts
@@ -50,7 +51,7 @@ def settings(run, tmp_path, small_folder):
     if run.fault in ("full shm", "tiny shm"):
         folder = str(small_folder(4 * run.room + 4 if run.fault == "tiny shm" else ROOM))
     env = {"XVCOMM_SHM_DIR": folder}
-    if run.fault == "cut off":
+    if run.fault.startswith("cut off"):
         env["XVCOMM_PEER_TIMEOUT"] = "1"
     if run.store == "rank 0" and run.fault in CUTS:
         env["XVCOMM_STORE"] = "tcp://10.77.0.1:29711"
@@ -66,24 +67,26 @@ def settings(run, tmp_path, small_folder):
 
 @contextlib.contextmanager
 def networks(run):
-    """The network namespace of each host whose links a run cuts."""
+    """The network namespace of each host whose links a run cuts, and further variables of the ranks."""
     if run.fault not in CUTS:
-        yield {}
+        yield {}, {}
         return
     try:
-        hosts = Hosts()
+        hosts = EmulatedHosts(seed=run.seed) if run.fault in EMULATED else Hosts()
     except ResourceError as error:
         pytest.skip(str(error))
     with hosts:
-        yield {name: hosts.namespace(side) for side, name in enumerate(NAMES)}
+        controls = [str(hosts.control(link)) for link in range(2)] if run.fault in EMULATED else []
+        namespaces = {name: hosts.namespace(side) for side, name in enumerate(NAMES)}
+        yield namespaces, {"LINKS": os.pathsep.join(controls)}
 
 
 def outcomes_of(run, env, folder):
     """Result or error of each rank."""
     try:
         with (
-            networks(run) as namespaces,
-            World(islands=run.topology, hosts=run.hosts, namespaces=namespaces, env=env, timeout=AMPLE) as world,
+            networks(run) as (namespaces, more),
+            World(islands=run.topology, hosts=run.hosts, namespaces=namespaces, env=env | more, timeout=AMPLE) as world,
         ):
             for rank in range(run.size):
                 world.submit(rank, play, run.seed, folder)
@@ -108,9 +111,9 @@ def check(run, outcomes, folder):
         assert ending.seconds < run.timeout + patience(run), f"rank {rank}: {ending}"
         assert ending.leaving < patience(run), f"rank {rank}: {ending}"
         assert not ending.left, f"rank {rank}: {ending}"
-    if run.fault in ("none", "fork", "cut link"):
+    if run.fault in ("none", "fork", "cut link", "cut one way", "lost packets"):
         assert not any(ending.error for ending in endings.values())
-    elif run.fault == "cut off":
+    elif run.fault.startswith("cut off"):
         check_cut_off(run, endings)
     elif run.fault.endswith("shm"):
         check_without_room(endings, folder)
