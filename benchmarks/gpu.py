@@ -39,6 +39,7 @@ SIZES = ("8", "4K", "64K", "1M", "16M", "64M", "256M", "1G")
 KIB, MIB = 1 << 10, 1 << 20
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 START_SECONDS = 25.0
+ALIKE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,82 +68,48 @@ class Scenario:
 
 def scenarios(ranks: int, kind: str, sizes: Sequence[int]) -> list[Scenario]:
     """Scenarios for this number of ranks and kind of device."""
+    inside, every = (*ALIKE, "reduce", "all_to_all"), tuple(sizes)
+    whole = ("",) * ranks
+    island = Scenario("island", "Inside an island", whole, inside, peers(kind, "nccl", "nccl-cupy"), every, 0.25)
     halves = ("cuda",) * (ranks // 2) + ("rocm",) * (ranks - ranks // 2)
+    first, *others = (pair if ranks == 2 else mixed)(halves, kind, every)
+    return [first, island, *others]
+
+
+def pair(halves: tuple[str, ...], kind: str, sizes: tuple[int, ...]) -> list[Scenario]:
+    """Between two islands of one rank."""
     few = tuple(s for s in sizes if s <= 4 * KIB or s in (64 * MIB, 256 * MIB))
-    large = tuple(s for s in sizes if s >= 16 * MIB) or tuple(sizes[-1:])
-    every = tuple(sizes)
+    messages, collectives = ("send", "sendrecv", "p2p"), (*ALIKE, "all_to_all")
+    all_peers, beside = peers(kind, "nccl", "nccl-shm", "gloo", "raw"), peers(kind, "nccl", "raw")
+    title, shm = "Across the border", peers(kind, "nccl-shm")
+    return [
+        Scenario("border", title, halves, messages, all_peers, sizes, 0.45),
+        Scenario("border-collectives", "Collectives across the border", halves, collectives, shm, sizes, 0.2),
+        Scenario("border-one-queue", f"{title}, one hardware queue", halves, messages, beside, few, 0.1, ONE_QUEUE),
+    ]
 
-    def peers(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if PEERS[name].serves(kind))
 
-    alike = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-    inside = (*alike, "reduce", "all_to_all")
-    island = Scenario("island", "Inside an island", ("",) * ranks, inside, peers("nccl", "nccl-cupy"), every, 0.25)
-    if ranks == 2:
-        pairs = ("send", "sendrecv", "p2p")
-        return [
-            Scenario(
-                "border", "Across the border", halves, pairs, peers("nccl", "nccl-shm", "gloo", "raw"), every, 0.45
-            ),
-            island,
-            Scenario(
-                "border-collectives",
-                "Collectives across the border",
-                halves,
-                (*alike, "all_to_all"),
-                peers("nccl-shm"),
-                every,
-                0.2,
-            ),
-            Scenario(
-                "border-one-queue",
-                "Across the border, one hardware queue",
-                halves,
-                pairs,
-                peers("nccl", "raw"),
-                few,
-                0.1,
-                ONE_QUEUE,
-            ),
-        ]
-    others = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
-    shape = f"{ranks // 2}+{ranks - ranks // 2}"
+def mixed(halves: tuple[str, ...], kind: str, sizes: tuple[int, ...]) -> list[Scenario]:
+    """Over two islands of several ranks."""
+    large = tuple(s for s in sizes if s >= 16 * MIB) or sizes[-1:]
     # Gloo takes a hundred times as long: one size shows how it stands, and does not cost the others' time.
     one = tuple(s for s in large if s == 64 * MIB) or large[:1]
+    sums, others = ("all_reduce",), ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
+    all_peers, beside = peers(kind, "nccl", "nccl-shm", "gloo", "raw"), peers(kind, "nccl", "nccl-shm", "raw")
+    shm, gloo = peers(kind, "nccl-shm"), peers(kind, "gloo")
+    shape = f"{halves.count('cuda')}+{halves.count('rocm')}"
+    title, rest = f"All-reduce over {shape}", f"Other collectives over {shape}"
     return [
-        Scenario(
-            "mixed",
-            f"All-reduce over {shape}",
-            halves,
-            ("all_reduce",),
-            peers("nccl", "nccl-shm", "gloo", "raw"),
-            every,
-            0.35,
-        ),
-        island,
-        Scenario(
-            "mixed-one-queue",
-            f"All-reduce over {shape}, one hardware queue",
-            halves,
-            ("all_reduce",),
-            peers("nccl-shm"),
-            large,
-            0.1,
-            ONE_QUEUE,
-        ),
-        Scenario(
-            "mixed-others",
-            f"Other collectives over {shape}",
-            halves,
-            others,
-            peers("nccl", "nccl-shm", "raw"),
-            large,
-            0.25,
-        ),
-        Scenario(
-            "mixed-others-gloo", f"Other collectives over {shape}, beside Gloo", halves, others, peers("gloo"), one, 0.1
-        ),
+        Scenario("mixed", title, halves, sums, all_peers, sizes, 0.35),
+        Scenario("mixed-one-queue", f"{title}, one hardware queue", halves, sums, shm, large, 0.1, ONE_QUEUE),
+        Scenario("mixed-others", rest, halves, others, beside, large, 0.25),
+        Scenario("mixed-others-gloo", f"{rest}, beside Gloo", halves, others, gloo, one, 0.1),
     ]
+
+
+def peers(kind: str, *names: str) -> tuple[str, ...]:
+    """Those peers that serve a kind of device."""
+    return tuple(name for name in names if PEERS[name].serves(kind))
 
 
 def measure(scenario: Scenario, devices: tuple[str, ...], seconds: float) -> tuple[int, list[Record], Setting | None]:

@@ -10,12 +10,13 @@ import pytest
 from xvcomm.errors import ResourceError
 from xvcomm.testing.hosts import Hosts
 
-FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "shims" / "links")]  # for the modules there, here and on the ranks
+# For the modules there, here and on the ranks.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "shims" / "links"))
 
 from forked import Forked
 
-RANKS = FOLDER / "ranks.py"
+RANKS = Path(__file__).parent / "ranks.py"
 
 
 class TwoHosts(Hosts):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import socket
 import threading
 import time
 from collections import deque
@@ -14,9 +13,10 @@ from functools import partial
 from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
 from xvcomm.rendezvous.store import protocol
+from xvcomm.rendezvous.store.connection import Connection, NotYet, dial
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.rendezvous.store.standby import TcpStandby, ended, place
-from xvcomm.system import forking, heartbeat, limits, processes
+from xvcomm.system import limits
 from xvcomm.types.deadline import NEVER, Deadline
 
 __all__ = ["TcpServer", "TcpStore"]
@@ -24,10 +24,7 @@ __all__ = ["TcpServer", "TcpStore"]
 _REPLY_SECONDS = 1.0
 """Seconds after the deadline for which a reply may still arrive."""
 _LEAVE_SECONDS = 2.0
-_LEAST_SECONDS = 0.01
-"""Minimum timeout of an attempt to connect; a timeout of 0 would make the socket non-blocking."""
 _CONNECTING = "connect to the store"
-_PIECE = 1 << 18
 _FIRST_RETRY, _LAST_RETRY = 0.002, 0.1
 
 
@@ -65,8 +62,8 @@ class TcpStore(Store):
         self._on_close = on_close
         self._lock = threading.Lock()
         self._closed = self._given_up = False
-        self._links: set[_Link] = set()
-        self._idle: list[_Link] = [self._connect(deadline, patient=patient)]
+        self._links: set[Connection] = set()
+        self._idle: list[Connection] = [self._connect(deadline, patient=patient)]
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         self._call(protocol.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
@@ -187,7 +184,7 @@ class TcpStore(Store):
             raise StoreError(f"{what}: {reply.reason}")
         return reply
 
-    def _ask(self, link: _Link, payload: bytes, until: Deadline, what: str) -> protocol.Reply:
+    def _ask(self, link: Connection, payload: bytes, until: Deadline, what: str) -> protocol.Reply:
         """Send an encoded request on a connection and return the reply; closes a connection that fails."""
         try:
             return link.ask(payload, until)
@@ -216,7 +213,7 @@ class TcpStore(Store):
             "or the launcher) is stopped, or its host is unreachable"
         )
 
-    def _take(self, deadline: Deadline, what: str) -> _Link:
+    def _take(self, deadline: Deadline, what: str) -> Connection:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
@@ -231,27 +228,27 @@ class TcpStore(Store):
                 raise self._silent(what) from None
             raise
 
-    def _give_back(self, link: _Link) -> None:
+    def _give_back(self, link: Connection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(link)
                 return
         self._discard(link)
 
-    def _discard(self, link: _Link) -> None:
+    def _discard(self, link: Connection) -> None:
         with self._lock:
             self._links.discard(link)
         link.hang_up()
         link.close()
 
-    def _connect(self, deadline: Deadline, *, patient: bool) -> _Link:
+    def _connect(self, deadline: Deadline, *, patient: bool) -> Connection:
         """Open another connection; with `patient`, retry while no server answers."""
         pause = _FIRST_RETRY
         while True:
             try:
-                link = _dial(self._host, self._port, self._secret, self._epoch, deadline)
+                link = dial(self._host, self._port, self._secret, self._epoch, deadline)
                 break
-            except (OSError, _NotYet) as error:
+            except (OSError, NotYet) as error:
                 if isinstance(error, (AuthenticationError, StoreError)):
                     raise
                 refusal = limits.reached(error, _CONNECTING) if isinstance(error, OSError) else None
@@ -281,7 +278,7 @@ class _TcpNotices(Notices):
     """
 
     def __init__(
-        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], protocol.Reply], link: _Link, place: str
+        self, store: TcpStore, ask: Callable[[bytes, Deadline, str], protocol.Reply], link: Connection, place: str
     ) -> None:
         self.left = f"{place}/left/{secrets.token_hex(8)}"
         self._store, self._ask, self._link, self._place = store, ask, link, place
@@ -307,146 +304,6 @@ class _TcpNotices(Notices):
         except (StoreError, DeadlineExceeded):
             pass  # nobody is left to read a will
         self._link.hang_up()
-
-
-class _NotYet(Exception):
-    """The server that answers is not the one of this communicator yet."""
-
-
-class _Link:
-    """One connection, used by one thread at a time."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        forking.register(self)
-        self._seals: tuple[protocol.Seal, protocol.Seal] | None = None
-        self._listens = False
-
-    @property
-    def local(self) -> str:
-        """This host's address of the connection."""
-        return str(self._sock.getsockname()[0])
-
-    def trust(self, secret: str, theirs: bytes, own: bytes) -> None:
-        """Authenticate all further messages; called once both sides have proved the secret."""
-        self._seals = protocol.Seal(secret, "client", theirs, own), protocol.Seal(secret, "server", theirs, own)
-
-    def ask(self, request: bytes, deadline: Deadline) -> protocol.Reply:
-        """Send an encoded request and return the reply; raises what `exchange` raises, protocol.Forged and protocol.Malformed."""
-        assert self._seals is not None
-        ours, theirs = self._seals
-        return protocol.decode_reply(theirs.open(self.exchange(ours.frame(request), protocol.FRAME_LIMIT, deadline)))
-
-    def exchange(self, frame: bytes, limit: int, deadline: Deadline) -> bytes:
-        """Send a frame and return the payload of the next one; raises OSError, TimeoutError at the deadline."""
-        self._until(deadline)
-        self._sock.sendall(frame, socket.MSG_NOSIGNAL)
-        return self.receive(limit, deadline)
-
-    def receive(self, limit: int, deadline: Deadline) -> bytes:
-        """The payload of the next frame; raises OSError, also for a frame over the limit, and TimeoutError at the deadline."""
-        length = int.from_bytes(self._exactly(protocol.HEADER, deadline), "big")
-        if length > limit:
-            raise StoreError(f"the answer has {length} bytes where {limit} are allowed")
-        return self._exactly(length, deadline)
-
-    def after_fork(self) -> None:
-        """Close the child's copy; requests of a forked child fail."""
-        self._sock.close()
-
-    def outlast_the_network(self) -> None:
-        """Stay open while the other host cannot be reached: only the end of a process closes the connection."""
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
-
-    def listen(self, patience: float) -> None:
-        """Find out from now on whether the other host answers; stays open nevertheless."""
-        heartbeat.begin(self._sock, patience)
-        self._listens = True
-
-    def silence(self) -> float:
-        """See `Notices.silence`."""
-        return heartbeat.silence(self._sock) if self._listens else 0.0
-
-    def unheard(self) -> float:
-        """Seconds for which a request has been sent in vain; 0 if the other host has acknowledged it."""
-        return heartbeat.unheard(self._sock)
-
-    def hang_up(self) -> None:
-        """Shut down the connection, also while a thread waits on it."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _until(self, deadline: Deadline) -> None:
-        left = deadline.left()
-        if not left:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(None if math.isinf(left) else left)
-
-    def _exactly(self, count: int, deadline: Deadline) -> bytes:
-        # Allocate for the bytes received, not for the length announced, which may be forged.
-        data = bytearray()
-        while len(data) < count:
-            # Set the timeout before each recv: the socket's own timeout restarts with every byte.
-            self._until(deadline)
-            piece = self._sock.recv(min(count - len(data), _PIECE))
-            if not piece:
-                raise ConnectionResetError("connection closed")
-            data += piece
-        return bytes(data)
-
-
-def _dial(host: str, port: int, secret: str, epoch: int | None, deadline: Deadline) -> _Link:
-    """Make one attempt to connect, with mutual proof of the secret."""
-    until = Deadline.after(max(deadline.sooner(protocol.HANDSHAKE_SECONDS), _LEAST_SECONDS))
-    sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
-    try:
-        if sock.getsockname() == sock.getpeername():
-            # If nobody listens, Linux may pick this port as the source port and connect the socket to itself.
-            raise _NotYet("connection refused")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(sock)
-        link = _Link(sock)
-        _handshake(link, host, port, secret, epoch, until)
-        return link
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _handshake(link: _Link, host: str, port: int, secret: str, epoch: int | None, deadline: Deadline) -> None:
-    own = secrets.token_bytes(protocol.NONCE)
-    try:
-        theirs = protocol.decode_challenge(link.receive(protocol.HELLO_LIMIT, deadline)).nonce
-        if len(theirs) != protocol.NONCE:
-            raise protocol.Malformed
-        answer = protocol.Answer(own, protocol.prove(secret, "client", theirs, own, epoch), epoch, processes.own())
-        verdict = protocol.decode_verdict(link.exchange(protocol.frame(answer), protocol.HELLO_LIMIT, deadline))
-    except (protocol.Malformed, StoreError):
-        raise StoreError(
-            f"the server at {host}:{port} is not an xvcomm store of this version; check XVCOMM_STORE"
-        ) from None
-    match verdict:
-        case protocol.Refused("epoch"):
-            raise _NotYet("it still serves an earlier communicator of this job")
-        case protocol.Welcome(proof) if protocol.proven(secret, "server", own, theirs, epoch, proof):
-            link.trust(secret, theirs, own)
-            return
-    raise AuthenticationError(
-        f"the store at {host}:{port} has a different secret: set XVCOMM_SECRET to the same text on all ranks of the job, "
-        "or choose another address if the store belongs to another job"
-    )
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Detect within half a minute that the server's host is gone, also during a wait without deadline."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _seconds(deadline: Deadline) -> float | None:
