@@ -101,6 +101,23 @@ def test_a_message_whose_other_end_is_there_is_not_waited_for() -> None:
     assert "No rank holds it up" in judge(found).text
 
 
+def test_a_message_that_the_host_has_not_seen_end_is_no_other_end() -> None:
+    """GPUs have passed a message before a collective; the host of one of them has seen that, the other's not yet."""
+    passed, unseen = record(OpCode.RECV, 0, peer=1, done=True, ago=4), record(OpCode.SEND, 0, peer=0, ago=4)
+    third = before(SUM)
+    verdict = judge(waits(
+        [passed, *before(record(OpCode.RECV, 1, peer=1), SUM)], [unseen, *before(record(OpCode.RECV, 1, peer=0), SUM)],
+        third, third, device="cuda",
+    ))  # fmt: skip
+    assert verdict.text.startswith("Ranks 0 and 1 wait for each other"), verdict.text
+
+
+def test_a_message_sent_before_a_collective_is_an_other_end() -> None:
+    """Its receiver calls the collective first."""
+    found = waits(before(record(OpCode.RECV, 2, peer=1)), before(record(OpCode.SEND, 1, peer=0, ago=3), SUM), [], [])
+    assert found.all[0][0].why is Why.INSIDE
+
+
 def test_calls_that_differ() -> None:
     found = waits(before(SUM), before(SUM), before(record(OpCode.ALL_REDUCE, 1, nbytes=128)), before(SUM))
     verdict = judge(found)

@@ -206,9 +206,26 @@ class Waits:
             peers = (group.ranks[record.peer],) if record.peer < len(group.ranks) else ()
         me = group.ranks.index(rank)
         matching = tuple(
-            peer for peer in peers if any(_match(record, me, other, sends) for other in self._pending.get(peer, ()))
+            peer
+            for peer in peers
+            if any(
+                _match(record, me, other, sends) and not self._is_taken(rank, record, peer, other, me)
+                for other in self._pending.get(peer, ())
+            )
         )
         return Wait(rank, record, group, Why.INSIDE if matching else why, matching or peers)
+
+    def _is_taken(self, rank: int, record: Record, peer: int, other: Record, me: int) -> bool:
+        """Whether an earlier message took a rank's end of one, which only looks as if it were under way.
+
+        A GPU may have passed a message long before its host sees that. It lies before a collective that this rank called before
+        its own end, and this rank has called at least as many ends as the other one.
+        """
+        mine, theirs = self._states[rank], self._states[peer]
+        if other.sequence >= record.sequence or record.peer == ANY_PEER or mine.dropped or theirs.dropped:
+            return False
+        called = [one for one in mine.records if _alike(one, record) and one.peer == record.peer]
+        return called.index(record) >= sum(_alike(one, other) and one.peer in (me, ANY_PEER) for one in theirs.records)
 
 
 def _has_failed(state: RankState) -> bool:
@@ -218,6 +235,11 @@ def _has_failed(state: RankState) -> bool:
 
 def _agree(one: Record, other: Record) -> bool:
     return (one.op, one.dtype, one.nbytes, one.tag) == (other.op, other.dtype, other.nbytes, other.tag)
+
+
+def _alike(one: Record, other: Record) -> bool:
+    """Whether two records are of one operation on one communicator."""
+    return (one.communicator, one.op) == (other.communicator, other.op)
 
 
 def _match(record: Record, me: int, other: Record, sends: bool) -> bool:
