@@ -17,12 +17,13 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import ModuleType
 from typing import Any, Self
 
-START_SECONDS = 60.0
-_END_SECONDS = 10.0
+START_SECONDS, RUN_SECONDS = 200.0, 200.0
+"""When ranks count as hanging: long, because other processes may take nearly all of the machine's time."""
+_END_SECONDS, _BROKEN_SECONDS, _DUMP_SECONDS = 60.0, 1.0, 1.0
 
 
 class RankFailure(AssertionError):
-    """At least one rank raised or died; contains every rank's outcome.
+    """At least one rank raised or died; its text begins with the one that failed first, and has every rank's traceback.
 
     Attributes:
         outcomes: each rank's result, or its exception; EOFError if the process died.
@@ -67,7 +68,7 @@ class Ranks:
             process, pipe = self._launch(main, *arguments)
             self._processes.append(process)
             self._pipes.append(pipe)
-        self.size = len(self._pipes)
+        self.size, self.broken = len(self._pipes), False
         try:
             self._collect(range(self.size), START_SECONDS)
         except BaseException:
@@ -93,7 +94,7 @@ class Ranks:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_SECONDS) -> list[Any]:
         """Call a function on all ranks; returns the results in rank order.
 
         Raises:
@@ -103,12 +104,11 @@ class Ranks:
             self.submit(rank, function, *args)
         return self._collect(range(self.size), timeout)
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_SECONDS) -> list[Any]:
         """Like `run`, but returns exceptions in place of results."""
-        try:
-            return self.run(function, *args, timeout=timeout)
-        except RankFailure as failure:
-            return failure.outcomes
+        for rank in range(self.size):
+            self.submit(rank, function, *args)
+        return self.collect(timeout=timeout)
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on one rank without waiting; `collect` returns its result."""
@@ -116,7 +116,7 @@ class Ranks:
             file = inspect.getfile(inspect.unwrap(function))
             self._pipes[rank].send((file, function.__module__, function.__qualname__, args))
 
-    def collect(self, *ranks: int, timeout: float = 60.0) -> list[Any]:
+    def collect(self, *ranks: int, timeout: float = RUN_SECONDS) -> list[Any]:
         """Results or exceptions of the calls submitted to these ranks, or to all; EOFError for a rank that died."""
         wanted = ranks or range(self.size)
         try:
@@ -157,15 +157,14 @@ class Ranks:
                         end = min(end, time.monotonic() + self._grace)
         if texts:
             self.broken = True
-            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(texts.items()))
-            raise RankFailure(report, outcomes)
+            raise RankFailure(_report(texts), outcomes)
         return outcomes
 
     def _show_stacks(self, ranks: Iterable[int]) -> None:
         """Make ranks that hang write their stacks to stderr."""
         for rank in ranks:
             self.kill(rank, signal.SIGUSR1)
-        time.sleep(0.2)
+        time.sleep(_DUMP_SECONDS)
 
     def close(self) -> None:
         """End all ranks, killing those that do not respond. Idempotent."""
@@ -173,7 +172,7 @@ class Ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
-            _end(process, 1.0 if self.broken else _END_SECONDS)
+            _end(process, _BROKEN_SECONDS if self.broken else _END_SECONDS)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -191,6 +190,12 @@ def _end(process: Any, seconds: float) -> None:
         process.kill()
         process.join()
     process.close()
+
+
+def _report(texts: dict[int, str]) -> str:
+    """What ranks have failed with, in the order in which they have failed: others often fail because of the first."""
+    first, cause = next((rank, text.splitlines()[-1]) for rank, text in texts.items())
+    return "\n".join([f"rank {first}: {cause}", *(f"--- rank {rank}\n{text}" for rank, text in texts.items())])
 
 
 def prepare(variables: dict[str, str], path: list[str]) -> None:

@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import MappingProxyType
+from typing import Any
 
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.testing.hosts import enter
-from xvcomm.testing.processes import START_SECONDS, Ranks, obey, prepare
+from xvcomm.testing.processes import RUN_SECONDS, START_SECONDS, RankFailure, Ranks, obey, prepare
 from xvcomm.testing.servers import forked_with
 from xvcomm.types.topology import parse_islands
 
@@ -27,6 +28,8 @@ PRELOAD = [
     "encodings.idna",
 ]
 _SECRET = "world"
+_STARTS = 3
+"""How often ranks are started before calls on them are given up."""
 
 
 class World(Ranks):
@@ -37,6 +40,9 @@ class World(Ranks):
 
         with World(islands="cuda:2,rocm:2") as world:
             world.run(check_all_reduce, "float32")
+
+    If `run` has raised, the next call starts all ranks again, so that one failure is one test's; the third time it raises the
+    first failure instead.
 
     Args:
         size: number of ranks; from `islands`, `devices` or `hosts` if left out.
@@ -53,7 +59,7 @@ class World(Ranks):
     def __init__(
         self, size: int | None = None, islands: str | None = None, *, devices: str | None = None, hosts: str | None = None,
         namespaces: Mapping[str, str] = MappingProxyType({}),
-        env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = 20.0,
+        env: Mapping[str, str] | Sequence[Mapping[str, str]] = MappingProxyType({}), timeout: float = 100.0,
         preload: Sequence[str] = (),
     ) -> None:  # fmt: skip
         kinds = parse_islands(devices) if devices else ()
@@ -63,20 +69,47 @@ class World(Ranks):
         )
         further = [env] * len(labels) if isinstance(env, Mapping) else env
         super().__init__(forked_with((*PRELOAD, *preload)))
-        address = self._serve(_serve_store)
-        each = []
+        self._each: list[tuple[dict[str, str], list[str], str | None]] = []
         for rank, label in enumerate(labels):
             variables = {
-                "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(len(labels)), "XVCOMM_STORE": address,
+                "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(len(labels)),
                 "XVCOMM_LOCAL_RANK": str(rank), "XVCOMM_LOCAL_SIZE": str(len(labels)),
                 "XVCOMM_SECRET": _SECRET, "XVCOMM_TIMEOUT": str(timeout), "XVCOMM_ISLAND": label or "",
                 "XVCOMM_HOST": places[rank] if places else "",
                 **(_device_variables(kinds, rank) if kinds else {}), **further[rank],
             }  # fmt: skip
             path = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
-            each.append((variables, path, namespaces.get(variables["XVCOMM_HOST"])))
-        self._each = each
-        self._start(_rank_main, each)
+            self._each.append((variables, path, namespaces.get(variables["XVCOMM_HOST"])))
+        self._failures: list[BaseException] = []
+        self._stale = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._meeting = {"XVCOMM_STORE": self._serve(_serve_store)}
+        self._start(_rank_main, [({**self._meeting, **variables}, *others) for variables, *others in self._each])
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_SECONDS) -> list[Any]:
+        try:
+            return super().run(function, *args, timeout=timeout)
+        except BaseException as failure:  # also the end of the time for a test
+            self._failures.append(failure)
+            self._stale = True
+            raise
+
+    def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        if self._stale:
+            self._begin_again()
+        super().submit(rank, function, *args)
+
+    def _begin_again(self) -> None:
+        if len(self._failures) >= _STARTS:
+            raise RankFailure(
+                f"{len(self._failures)} calls failed before, and the ranks are not started any more. The first failure:\n"
+                f"{self._failures[0]}", getattr(self._failures[0], "outcomes", []),
+            )  # fmt: skip
+        self.close()
+        self._begin()
+        self._stale = False
 
     def restart(self, rank: int, **more: str) -> None:
         """Start a process in the place of a rank that has ended.
@@ -87,7 +120,7 @@ class World(Ranks):
             more: further variables.
         """
         variables, *others = self._each[rank]
-        self._replace(rank, _rank_main, {**variables, "XVCOMM_REJOIN": "1", **more}, *others)
+        self._replace(rank, _rank_main, {**self._meeting, **variables, "XVCOMM_REJOIN": "1", **more}, *others)
         self._collect([rank], START_SECONDS)
 
 
