@@ -19,7 +19,7 @@ from xvcomm.types.opcode import OpCode
 from xvcomm.types.route import RDMA, Route
 from xvcomm.wire.network import Network
 
-SECONDS, HOST = 30, "127.0.0.1"
+SECONDS, HOST = 120, "127.0.0.1"
 LAYOUT = RingLayout(2, 4, 8 << 10, wired=True)
 SIZES = (1, 8, 700, 1024, 1025, 5000, 16 << 10, 100_000, 65_536, 0, 300_001)
 _names = itertools.count(1)
