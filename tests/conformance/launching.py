@@ -15,5 +15,5 @@ def start(*args, **options):
 
 def finish(*args, **options):
     process = start(*args, **options)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     return process.returncode, out, err

@@ -106,7 +106,7 @@ def test_an_unknown_section():
 @needs_rocm
 def test_a_reducer_that_drops_an_element_is_named(rocm_path):
     env = {"ROCM_PATH": str(rocm_path), "HIPHOST_DROP": "1"}
-    with World(devices="rocm:2", env=env, timeout=40) as world:
+    with World(devices="rocm:2", env=env, timeout=100) as world:
         code, found = results(world, "versions", "operations")
     assert code == WRONG and found["versions"].state == PASSED and found["operations"].state == FAILED
     told = found["operations"].findings
@@ -120,7 +120,7 @@ def test_a_reducer_that_drops_an_element_is_named(rocm_path):
 @needs_rocm
 def test_a_native_library_of_another_version_is_named(rocm_path):
     env = [{"ROCM_PATH": str(rocm_path)}, {"ROCM_PATH": str(rocm_path), "HIPHOST_RCCL_VERSION": "22605"}]
-    with World(devices="rocm:2", env=env, timeout=40) as world:
+    with World(devices="rocm:2", env=env, timeout=100) as world:
         code, found = results(world, "versions", "operations")
     assert code == WRONG and found["versions"].state == FAILED
     (finding,) = found["versions"].findings

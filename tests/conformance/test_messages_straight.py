@@ -19,7 +19,7 @@ from xvcomm.testing.inside import context
 from xvcomm.testing.world import World
 from xvcomm.types.dtype import DTYPES
 
-SOON = 10.0
+SOON = 60.0
 STAGED, STRAIGHT = 0, 1
 BIG, HUGE = 1 << 23, 1 << 26
 """Larger than a ring: such messages wait for their receivers and so always go directly."""
@@ -163,7 +163,7 @@ def large_all_reduce(comm):
 
 @pytest.mark.parametrize("islands", ["a,b", "a:2,b:2"])
 def test_between_islands(islands):
-    with World(islands=islands, timeout=60) as made:
+    with World(islands=islands, timeout=100) as made:
         made.run(large_all_reduce)
 
 

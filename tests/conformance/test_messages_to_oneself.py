@@ -21,7 +21,7 @@ from xvcomm.trace.format import Record
 @pytest.fixture(scope="module", params=[1, 2])
 def host(request: pytest.FixtureRequest) -> Iterator[World]:
     """Jobs of one and of two ranks."""
-    with World(request.param, timeout=30) as ranks:
+    with World(request.param, timeout=100) as ranks:
         yield ranks
 
 

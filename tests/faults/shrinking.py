@@ -18,7 +18,7 @@ from xvcomm.errors import PeerLost
 from xvcomm.rendezvous.store.file import FileStore
 from xvcomm.rendezvous.store.tcp import TcpStore
 
-SOON = 15.0
+SOON = 60.0
 """Seconds in which a shrink must end on a busy machine; on a quiet one it takes some hundredths."""
 BIG = 1 << 21
 HOSTS = 10_000

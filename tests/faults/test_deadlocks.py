@@ -24,13 +24,13 @@ LARGE = 1 << 21  # elements: more than a ring holds
 
 @pytest.fixture(scope="module")
 def one_host():
-    with World(4, timeout=30) as world:
+    with World(4, timeout=100) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
 def two_hosts():
-    with World(4, hosts="a,b,a,b", timeout=30) as world:
+    with World(4, hosts="a,b,a,b", timeout=100) as world:
         yield world
 
 

@@ -25,7 +25,7 @@ from xvcomm.types.topology import parse_islands
 from xvcomm.wire.rails import SILENT_SECONDS
 
 USUAL, ALL = 60, 1000
-SOON = 6.0
+SOON = 60.0
 """Seconds; about two are expected on an idle machine."""
 ROOM = 64 << 10
 """Kilobytes of /dev/shm that a rank fills, Docker's default size."""

@@ -17,19 +17,19 @@ from xvcomm.memory.ring import Reason
 from xvcomm.testing.inside import context
 from xvcomm.testing.world import World
 
-SOON = 10.0
+SOON = 60.0
 TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def world(request):
-    with World(islands=request.param, timeout=30) as world:
+    with World(islands=request.param, timeout=100) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
 def four():
-    with World(4, timeout=30) as world:
+    with World(4, timeout=100) as world:
         yield world
 
 
@@ -378,7 +378,7 @@ def start_ranks(tmp_path, text, count=2):
     script = tmp_path / "rank.py"
     script.write_text("import sys, threading, time\nimport numpy as np\nimport xvcomm\ncomm = xvcomm.init()\n" + text)
     common = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
-    common |= {"XVCOMM_STORE": f"file://{tmp_path}/store", "XVCOMM_SIZE": str(count), "XVCOMM_TIMEOUT": "30"}
+    common |= {"XVCOMM_STORE": f"file://{tmp_path}/store", "XVCOMM_SIZE": str(count), "XVCOMM_TIMEOUT": "100"}
     return [
         subprocess.Popen(
             [sys.executable, str(script)], env={**common, "XVCOMM_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
@@ -391,7 +391,7 @@ def start_ranks(tmp_path, text, count=2):
 def test_the_interpreter_ends_without_close(tmp_path, name):
     """Quickly, without a crash or leftover files; the other rank gets PeerLost."""
     processes = start_ranks(tmp_path, SCRIPTS[name])
-    errors = [process.communicate(timeout=30)[1] for process in processes]
+    errors = [process.communicate(timeout=100)[1] for process in processes]
     codes = [process.returncode for process in processes]
     expected = {"raising": (1, 1), "exiting": (1, 3)}.get(name, (0, 0))
     assert tuple(codes) == expected, errors

@@ -17,7 +17,7 @@ from xvcomm.memory.segment import Segment
 from xvcomm.testing.world import World
 
 TIMEOUT = 0.8
-SOON = 3.0
+SOON = 30.0
 
 
 @pytest.fixture(
@@ -28,14 +28,14 @@ SOON = 3.0
 def world(request):
     """Ranks of several islands, or on several hosts."""
     islands, hosts = request.param
-    with World(islands=islands, hosts=hosts, timeout=30) as world:
+    with World(islands=islands, hosts=hosts, timeout=100) as world:
         yield world
 
 
 @pytest.fixture(scope="module", params=[None, "a,b,a,b"], ids=["one host", "two hosts"])
 def four(request):
     """Four ranks, on one host or on two."""
-    with World(4, hosts=request.param, timeout=30) as world:
+    with World(4, hosts=request.param, timeout=100) as world:
         yield world
 
 
@@ -43,7 +43,7 @@ def fresh(comm):
     """A communicator of all ranks on which every rank has completed an operation."""
     sub = comm.split(0)
     sub.timeout = TIMEOUT
-    sub.barrier(timeout=20)
+    sub.barrier(timeout=100)
     return sub
 
 
@@ -175,12 +175,12 @@ def behind_who_waits(comm, folder):
     if comm.rank == 2:
         return timed(sub, sub.barrier, folder, after=[1])
     if comm.rank == 0:
-        return timed(sub, lambda: sub.recv(np.zeros(1), 2, timeout=20), folder)
+        return timed(sub, lambda: sub.recv(np.zeros(1), 2, timeout=100), folder)
     return timed(sub, sub.barrier, folder)
 
 
 def test_a_rank_that_waits_itself_is_not_named_as_late(tmp_path):
-    with World(3, timeout=30) as world:
+    with World(3, timeout=100) as world:
         outcomes = world.run(behind_who_waits, tmp_path)
     for error, _ in outcomes:
         assert error.peer == 2 and "waiting for rank 2 on" in str(error), error
@@ -330,7 +330,7 @@ def around(comm, how):
 @pytest.mark.parametrize("hosts", [None, "a:2,b,c", "a:3,b"])
 def test_a_chain_of_ranks_that_wait_leads_to_the_one_that_is_stopped(how, hosts):
     """Also where what a rank did last is not what it waits for."""
-    with World(4, hosts=hosts, timeout=30) as world:
+    with World(4, hosts=hosts, timeout=100) as world:
         for rank in range(4):
             world.submit(rank, around, how)
         outcomes = world.collect(1, 2, 3)
@@ -360,7 +360,7 @@ def test_a_subgroup_where_the_store_is_stopped():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    with World(3, env={"XVCOMM_STORE": store}, timeout=30) as world:
+    with World(3, env={"XVCOMM_STORE": store}, timeout=100) as world:
         for rank in range(3):
             world.submit(rank, subgroup_without_store, world.pids()[0])
         outcomes = world.collect(1, 2)

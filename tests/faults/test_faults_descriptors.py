@@ -68,7 +68,7 @@ def place(kind, folder):
 
 @pytest.fixture(scope="module")
 def processes():
-    with World(3, timeout=60) as world:
+    with World(3, timeout=100) as world:
         world.run(warm)
         yield world
 
@@ -83,7 +83,7 @@ def environment(rank, store):
     """Variables of a job that uses all three ways to move data: two ranks of one island, one of another."""
     return {
         "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": "3", "XVCOMM_STORE": store, "XVCOMM_SECRET": "of this test",
-        "XVCOMM_ISLAND": "aab"[rank], "XVCOMM_TIMEOUT": "20",
+        "XVCOMM_ISLAND": "aab"[rank], "XVCOMM_TIMEOUT": "100",
     }  # fmt: skip
 
 

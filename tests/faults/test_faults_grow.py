@@ -205,7 +205,7 @@ _ASKS = 3
 @pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("request_number", range(0, 28, 3))
 def test_a_newcomer_is_killed(request_number, before):
-    with World(**(HOSTS if before else ISLANDS), timeout=30) as world:
+    with World(**(HOSTS if before else ISLANDS), timeout=100) as world:
         places, call = (request_number, before, (0, 1, 2)), after_one_that_dies
         print(restarted(world, (1,), call, request_number, before, join=join_or_die, joining=places, dead=(1,)))
 
@@ -250,7 +250,7 @@ def join_and_lose(victim):
 @pytest.mark.parametrize("request_number", range(0, 30, 4))
 def test_a_member_is_killed(victim, request_number, before):
     first = 1
-    with World(**({"hosts": "a:2,b:2"} if before else {"islands": "a:2,b:2"}), timeout=30) as world:
+    with World(**({"hosts": "a:2,b:2"} if before else {"islands": "a:2,b:2"}), timeout=100) as world:
         call = die_in_grow, first, victim, request_number, before
         restarted(world, (first,), *call, join=join_and_lose, joining=(victim,), dead=(victim,))
 

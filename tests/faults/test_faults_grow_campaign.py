@@ -53,7 +53,7 @@ def test_run(seed, tmp_path):
     plan, restarting = Plan.of(seed), threading.Lock()
     print(plan)
     where = {"hosts": plan.labels} if plan.on_hosts else {"islands": plan.labels}
-    with World(**where, env=variables(plan.store, tmp_path / "store"), timeout=30) as world:
+    with World(**where, env=variables(plan.store, tmp_path / "store"), timeout=100) as world:
         outcomes = [None] * world.size
         threads = [
             threading.Thread(
@@ -119,7 +119,7 @@ def leave(*_):
 @pytest.mark.parametrize("places", [{"islands": "a:2,b:1"}, {"hosts": "a:2,b:1"}], ids=["islands", "hosts"])
 def test_nothing_is_left(places, times):
     """Ranks 1 and 2 die in turn, and come back; rank 0 has what it had before, and no more memory after many times."""
-    with World(**places, timeout=30) as world:
+    with World(**places, timeout=100) as world:
         world.run(hold)
         before = None
         for number in range(times):

@@ -14,8 +14,8 @@ import pytest
 from xvcomm.errors import Aborted
 from xvcomm.testing.world import World
 
-SOON = 10.0
-AT_ONCE = 1.0
+SOON = 60.0
+AT_ONCE = 30.0
 """Seconds; 20 ms are usual on an idle machine."""
 
 
@@ -47,7 +47,7 @@ def group(comm, x, peer):
 
 def sleep(comm):
     try:
-        time.sleep(60)
+        time.sleep(300)
     except KeyboardInterrupt:
         return time.monotonic()
 
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_job(tmp_path, how):
     with running(tmp_path, how) as (job, pids):
         sent = time.monotonic()
         os.killpg(job.pid, signal.SIGINT)
-        code = job.wait(timeout=20)
+        code = job.wait(timeout=100)
         assert time.monotonic() - sent < SOON
     assert code == 128 + signal.SIGINT
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -169,7 +169,7 @@ def test_ctrl_c_for_one_rank_ends_the_job(tmp_path):
     with running(tmp_path, "busy") as (job, pids):
         sent = time.monotonic()
         os.kill(pids[0], signal.SIGINT)
-        assert job.wait(timeout=20) != 0
+        assert job.wait(timeout=100) != 0
         assert time.monotonic() - sent < SOON
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -178,6 +178,6 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     with running(tmp_path, "busy") as (job, pids):
         sent = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        assert job.wait(timeout=20) == 128 + signal.SIGKILL
+        assert job.wait(timeout=100) == 128 + signal.SIGKILL
         assert time.monotonic() - sent < SOON
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -12,19 +12,19 @@ from xvcomm.errors import MismatchError
 from xvcomm.testing import failures
 from xvcomm.testing.world import World
 
-SOON = 10.0
+SOON = 60.0
 TOPOLOGIES = ["a:2", "a:2,b:2", "a,b,c"]
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def world(request):
-    with World(islands=request.param, timeout=30) as world:
+    with World(islands=request.param, timeout=100) as world:
         yield world
 
 
 @pytest.fixture(scope="module", params=["a:2", "a,b"])
 def pair(request):
-    with World(islands=request.param, timeout=30) as world:
+    with World(islands=request.param, timeout=100) as world:
         yield world
 
 

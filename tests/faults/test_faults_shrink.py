@@ -443,6 +443,6 @@ def decided_out(comm):
 
 
 def test_a_rank_that_the_others_have_lost():
-    with World(hosts="a,b,c", timeout=20) as world:
+    with World(hosts="a,b,c", timeout=100) as world:
         for outcome in world.outcomes(decided_out):
             assert not isinstance(outcome, XvcommError), outcome

@@ -26,7 +26,7 @@ def test_run(seed, tmp_path):
     plan = Plan.of(seed)
     print(plan)
     where = {"hosts": plan.labels} if plan.on_hosts else {"islands": plan.labels}
-    with World(**where, env=variables(plan.store, tmp_path / "store"), timeout=30) as world:
+    with World(**where, env=variables(plan.store, tmp_path / "store"), timeout=100) as world:
         outcomes = world.outcomes(play, seed, timeout=120)
     for rank, outcome in enumerate(outcomes):
         print(f"rank {rank}: {outcome!r}")

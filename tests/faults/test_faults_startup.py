@@ -28,7 +28,7 @@ from xvcomm.errors import (
 from xvcomm.memory.segment import Segment
 from xvcomm.testing.world import World
 
-SOON = 10.0
+SOON = 60.0
 RING = 96 * 16384
 
 
@@ -79,7 +79,7 @@ def environments(port, count, **more):
     return [
         {
             "XVCOMM_RANK": str(rank), "XVCOMM_SIZE": str(count), "XVCOMM_STORE": f"tcp://127.0.0.1:{port}",
-            "XVCOMM_SECRET": "of this test", "XVCOMM_TIMEOUT": "20", **more,
+            "XVCOMM_SECRET": "of this test", "XVCOMM_TIMEOUT": "100", **more,
         }
         for rank in range(count)
     ]  # fmt: skip

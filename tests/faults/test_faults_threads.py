@@ -11,7 +11,7 @@ from xvcomm.engine.context import Context
 from xvcomm.errors import Aborted, PeerLost
 from xvcomm.testing.world import World
 
-LIMIT = 20
+LIMIT = 100
 
 
 @pytest.fixture(params=["a:2", "a,b"])
@@ -226,7 +226,7 @@ def all_told(comm):
 
 
 def sleep(comm):
-    time.sleep(60)
+    time.sleep(300)
 
 
 def barrier(comm):

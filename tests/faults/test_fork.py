@@ -30,7 +30,7 @@ CALLS = {
 
 @pytest.fixture(params=["a:2", "a,b"])
 def world(request):
-    with World(islands=request.param, timeout=20) as world:
+    with World(islands=request.param, timeout=100) as world:
         yield world
 
 

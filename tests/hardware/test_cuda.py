@@ -36,7 +36,7 @@ from xvcomm.types.dtype import DTYPES
 
 pytestmark = pytest.mark.gpu
 
-SOON = 10.0
+SOON = 60.0
 """Seconds in which the last rank is waited for and dies, and the other ranks raise; two are expected for the latter."""
 
 ALONE = {

@@ -27,7 +27,7 @@ def results(world, *sections):
 
 def test_a_rail_that_flips_a_bit_is_named():
     """The finding names the direction, the connection, and what to do."""
-    with World(hosts="a,b", env=HOST, timeout=40) as world, relay.relayed(world, flip):
+    with World(hosts="a,b", env=HOST, timeout=100) as world, relay.relayed(world, flip):
         code, found = results(world, "rails")
     assert code == WRONG and found["rails"].state == FAILED
     wrong = [finding for finding in found["rails"].findings if finding.wrong]
@@ -40,7 +40,7 @@ def test_a_rail_that_flips_a_bit_is_named():
 
 
 def test_a_connection_is_lost_and_comes_back():
-    with World(hosts="a,b", env={**HOST, "XVCOMM_WIRE_THREADS": "2"}, timeout=40) as world:
+    with World(hosts="a,b", env={**HOST, "XVCOMM_WIRE_THREADS": "2"}, timeout=100) as world:
         code, found = results(world, "rails", "failover")
     assert code == PROVEN
     assert [row[2] for row in found["failover"].tables[0].rows] == ["2", "2"]
@@ -48,7 +48,7 @@ def test_a_connection_is_lost_and_comes_back():
 
 
 def test_one_connection_alone_proves_no_failover():
-    with World(hosts="a,b", env={**HOST, "XVCOMM_WIRE_THREADS": "1"}, timeout=40) as world:
+    with World(hosts="a,b", env={**HOST, "XVCOMM_WIRE_THREADS": "1"}, timeout=100) as world:
         code, found = results(world, "rails", "failover")
     assert code == 2 and found["rails"].state == PASSED
     assert found["failover"].state == SKIPPED and "one connection" in found["failover"].reason

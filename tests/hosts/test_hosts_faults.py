@@ -90,7 +90,7 @@ def leave(comm, what, late=False):
 @pytest.mark.parametrize("what", ["subgroup", "barrier"])
 def test_departure_without_a_wire(what):
     """Ranks hear of one that has left the job before there was any connection to it, long before their deadline."""
-    with World(hosts="a,b,c", env=HOST, timeout=60) as ranks:
+    with World(hosts="a,b,c", env=HOST, timeout=100) as ranks:
         for peer, text, seconds in ranks.run(leave, what)[:-1]:
             assert peer == 2 and seconds < 30
             assert what != "subgroup" or "rank 2 on c closed the communicator before it joined" in text
@@ -116,14 +116,14 @@ def leave_one_after_the_other(comm):
 
 def test_departures_on_two_hosts():
     """A rank that has noticed one on another host also notices one on its own."""
-    with World(hosts="a:2,b", env=HOST, timeout=60) as ranks:
+    with World(hosts="a:2,b", env=HOST, timeout=100) as ranks:
         assert ranks.run(leave_one_after_the_other)[0] == 1
 
 
 @pytest.mark.parametrize("hosts", ["a,b,c", "a,b:2"])
 def test_a_departure_that_lets_others_leave(hosts):
     """A rank that fails because another has left, and leaves too, is not named in its place."""
-    with World(hosts=hosts, env=HOST, timeout=60) as ranks:
+    with World(hosts=hosts, env=HOST, timeout=100) as ranks:
         for peer, text, _ in ranks.run(leave, "all_gather", True)[:-1]:
             assert peer == 2, text
 
@@ -387,7 +387,7 @@ def leave_beside_a_stopped(comm, other, count):
 
 def test_leaving_beside_a_stopped_process():
     """A rank does not wait long for a stopped one to have what was sent, which comes nevertheless."""
-    with World(hosts="a,b", env=HOST, timeout=60) as ranks:
+    with World(hosts="a,b", env=HOST, timeout=100) as ranks:
         for rank in range(2):
             ranks.submit(rank, leave_beside_a_stopped, ranks.pids()[1], 5)
         (seconds,) = ranks.collect(0)

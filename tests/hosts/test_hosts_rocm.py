@@ -58,7 +58,7 @@ def test_between_hosts(world, case):
 @pytest.fixture(scope="module")
 def three(environment):
     """Ranks of an island over two hosts; long deadlines, so that what waits for one shows."""
-    with World(**THREE, env=environment, timeout=60) as ranks:
+    with World(**THREE, env=environment, timeout=100) as ranks:
         yield ranks
 
 
@@ -71,7 +71,7 @@ def test_faults(three, check):
 
 def test_faults_beside_another_island(environment):
     """A rank that stops or leaves may be in another island than those that wait over hosts."""
-    with World(**BESIDE, env=environment, timeout=60) as ranks:
+    with World(**BESIDE, env=environment, timeout=100) as ranks:
         for check in (failures.check_abort, failures.check_departure, failures.check_departure_repeated):
             ranks.run(check)
 
@@ -124,7 +124,7 @@ def leave_before_joining(comm, whole):
 @pytest.mark.parametrize("whole", [False, True], ids=["communicator", "session"])
 def test_a_departure_before_the_island_is_joined(environment, whole):
     """Ranks that wait for the island's other ranks learn that one has left."""
-    with World(**THREE, env=environment, timeout=60) as ranks:
+    with World(**THREE, env=environment, timeout=100) as ranks:
         for peer, text, seconds in ranks.run(leave_before_joining, whole)[:-1]:
             assert peer == 2 and "rank 2 on b left" in text and seconds < 30, text
 

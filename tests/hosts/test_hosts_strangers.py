@@ -77,7 +77,7 @@ def job():
     """A world of ranks, each on a host of its own by label, and the ports on which they listen."""
     # One connection between any two ranks, so that all are there before a test counts descriptors.
     variables = {"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "1"}
-    with World(hosts="a,b,c", env=variables, timeout=60) as world:
+    with World(hosts="a,b,c", env=variables, timeout=100) as world:
         world.run(work, 30)
         yield world, world.run(relay.port)
 
@@ -132,7 +132,7 @@ def test_random_bytes(job):
 
 def test_replay():
     """What ranks said to each other proves nothing afterwards, to whomever it is said again."""
-    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}, timeout=60) as world:
+    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}, timeout=100) as world:
         ports = world.run(relay.port)
         with relay.relayed(world) as relays:
             world.run(work, 30)

@@ -25,7 +25,7 @@ from xvcomm.types.deadline import Deadline
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
-SOON = 10.0
+SOON = 60.0
 
 
 @pytest.fixture

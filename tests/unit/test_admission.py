@@ -15,7 +15,7 @@ from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.memory.ring import RingEnd
 from xvcomm.types.deadline import NEVER, Deadline
 
-SOON = 10.0
+SOON = 60.0
 
 
 class End:

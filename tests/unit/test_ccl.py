@@ -32,7 +32,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import BY_NAME, DTYPES, UINT8, DType, ReduceOp, Reduction
 from xvcomm.types.opcode import OpCode
 
-SOON = 10.0
+SOON = 60.0
 WHOLE = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 PLAIN = (*WHOLE, "float16", "bfloat16", "float32", "float64")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")

@@ -17,7 +17,7 @@ from xvcomm.errors import StoreError
 from xvcomm.rendezvous.store import MemoryStore
 from xvcomm.types.deadline import Deadline
 
-SOON = 10.0
+SOON = 60.0
 DEPARTURE = Departure("0", 3)
 
 

@@ -29,7 +29,7 @@ from xvcomm.types.opcode import OpCode
 FLOAT, SUM = BY_NAME["float32"], Reduction(ReduceOp.SUM)
 COUNT = direct.LEAST // 4
 ALL_REDUCE = CollectiveForm(OpCode.ALL_REDUCE, (COUNT,), (), FLOAT, SUM, 0)
-SECONDS = 20.0
+SECONDS = 100.0
 _NO_RIGHTS = 0
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from xvcomm.comm import init
 
-SOON = 20.0
+SOON = 60.0
 MPIRUN = Path(sys.executable).parent / "mpirun"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 Env = dict[str, str]

@@ -28,7 +28,7 @@ from xvcomm.rendezvous.store.server import CLOSE_GRACE
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("fake_communicator")
-SOON = 20.0
+SOON = 60.0
 Env = dict[str, str]
 
 

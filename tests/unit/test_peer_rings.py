@@ -31,7 +31,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 WORD = 8
 MEMORY = PeerMemory("counting", "here", "bus 0", ("bus 0",))
 JOB = "exporting"
-SOON = 5.0
+SOON = 60.0
 
 
 class CountingRuntime:

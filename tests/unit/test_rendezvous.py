@@ -35,7 +35,7 @@ from xvcomm.types.opcode import OpCode
 STAGED, STRAIGHT = 0, 1
 CAPACITY = 2 * LEAST
 BIG = 2 * CAPACITY
-SECONDS = 20.0
+SECONDS = 100.0
 _NO_RIGHTS = 0
 _Line = python_type(END_LINE)
 

@@ -16,7 +16,7 @@ from xvcomm.rendezvous.store import FileStore, TcpServer, TcpStore
 from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
-SOON = 10.0
+SOON = 60.0
 Opener = Callable[[], Store]
 
 

@@ -13,7 +13,7 @@ from xvcomm.rendezvous.store.hosting import Invitation, invite, meet, own_addres
 from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
-SOON = 10.0
+SOON = 60.0
 
 
 def test_ranks_meet_through_a_bootstrap_store() -> None:

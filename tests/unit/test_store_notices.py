@@ -15,7 +15,7 @@ from xvcomm.rendezvous.store import MemoryStore, TcpServer, TcpStore
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
-SOON = 10.0
+SOON = 60.0
 
 
 def client(server: TcpServer) -> TcpStore:

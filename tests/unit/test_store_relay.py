@@ -15,7 +15,7 @@ from xvcomm.rendezvous.store import TcpServer, TcpStore, protocol
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
-SOON = 30.0
+SOON = 60.0
 Change = Callable[[list[bytes]], list[bytes]]
 """From the frames of one direction so far, the last of them just come, to what is sent on for it."""
 

@@ -22,7 +22,7 @@ from xvcomm.testing.signals import await_that
 from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
-SOON = 10.0
+SOON = 60.0
 
 
 def client(server: TcpServer, secret: str = "secret", **more: int) -> TcpStore:

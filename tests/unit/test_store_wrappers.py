@@ -21,7 +21,7 @@ from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
-SOON = 10.0
+SOON = 60.0
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 

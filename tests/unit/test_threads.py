@@ -15,7 +15,7 @@ from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.errors import ResourceError
 from xvcomm.system.threads import Daemon
 
-SOON = 30.0
+SOON = 60.0
 TIMES = 300
 
 

@@ -25,7 +25,7 @@ from xvcomm.types.dtype import UINT8, DType, from_numpy
 
 Array = NDArray[Any]
 
-SECONDS = 20.0
+SECONDS = 100.0
 """Timeout of waits for a stream."""
 
 _GUARD = 64

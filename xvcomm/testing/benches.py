@@ -20,7 +20,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8, DType
 from xvcomm.types.opcode import OpCode
 
-SECONDS = 20.0
+SECONDS = 100.0
 LAYOUTS = [RingLayout(lanes, slots, 4096) for lanes in (1, 3, 8) for slots in (2, 5)]
 SIZES = (0, 1, 15, 16, 17, 4095, 4096, 4097, 8192, 12_289, 100_003, 1_000_003)
 

@@ -167,7 +167,7 @@ def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
     """
     a = arrays(comm)
     x, y = a.put(np.zeros(1000)), a.put(np.ones(3))
-    soon = 5 * _PATIENCE  # long enough to be met on a busy machine
+    soon = 12 * _PATIENCE  # long enough to be met on a busy machine
     patience = {"recv": SECONDS, "broadcast": SECONDS, late: soon}
     with _group(comm) as group:
         for _ in range(3):

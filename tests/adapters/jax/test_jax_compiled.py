@@ -25,7 +25,7 @@ from xvcomm.trace import recorder
 from xvcomm.trace.format import State
 from xvcomm.types.opcode import OpCode
 
-SOON = 10.0
+SOON = 60.0
 LATE = 0.3
 """Seconds; longer than compiled code waits before Python checks the deadline."""
 

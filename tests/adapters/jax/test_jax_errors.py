@@ -25,7 +25,7 @@ from xvcomm.errors import (
     XvcommError,
 )
 
-SOON = 10.0
+SOON = 60.0
 
 
 @separate

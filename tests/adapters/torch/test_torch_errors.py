@@ -21,7 +21,7 @@ from torchjobs import BACKEND, Job
 from xvcomm.adapters.torch import communicator
 from xvcomm.errors import PeerLost
 
-SOON = 15.0
+SOON = 60.0
 BORDER = "cuda:1,rocm:1"
 
 
