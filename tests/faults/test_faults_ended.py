@@ -116,7 +116,7 @@ def end(comm, folder):
 def come_late(address, folder, ranks):
     await_that(lambda: len(list(folder.iterdir())) == ranks)
     with pytest.raises(Aborted, match="the job has ended"):
-        xvcomm.init(rank=2, size=3, store=address, timeout=20)
+        xvcomm.init(rank=2, size=3, store=address, timeout=100)
 
 
 def test_a_process_that_comes_after_the_end(tmp_path):
@@ -140,7 +140,7 @@ def end_with_one_waiting(comm):
 
 def wait_until_the_end(address):
     with pytest.raises(Aborted, match="the job has ended"):
-        xvcomm.init(rank=2, size=3, store=address, timeout=20)
+        xvcomm.init(rank=2, size=3, store=address, timeout=100)
 
 
 def test_the_job_ends_with_its_folder(tmp_path):
