@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from xvcomm.errors import ConfigError
@@ -44,6 +45,11 @@ class Config:
     )
     secret: str | None = _var(
         None, "Shared secret of the job, the same on all ranks; `xvcomm run` generates one.", secret=True
+    )
+    secret_file: str | None = _var(
+        None,
+        "File with that secret, for launchers that write variables into command lines, which lists of processes show. "
+        "`XVCOMM_SECRET` comes first.",
     )
     job: str | None = _var(None, "Name of the job, part of the names of its shared memory files; generated if unset.")
     island: str | None = _var(
@@ -254,7 +260,7 @@ class Config:
 
         Raises:
             ConfigError: a variable has an invalid value, or an unknown `XVCOMM_*` variable is set; names the variable and what
-                is allowed.
+                is allowed. Or the file with the secret has none.
         """
         env = os.environ if env is None else env
         known = {f"XVCOMM_{f.name.upper()}": f for f in fields(cls)}
@@ -266,6 +272,8 @@ class Config:
             text = env.get(variable, "")
             if text:
                 values[f.name] = _parse(variable, text, str(f.type), f.metadata["least"], f.metadata["most"])
+        if "secret_file" in values and "secret" not in values:
+            values["secret"] = _secret_of(values["secret_file"])
         return cls(**values)
 
 
@@ -279,6 +287,17 @@ def _parse(variable: str, text: str, kind: str, least: float, most: float) -> An
         limit = f" and at most {most:g}" if most < math.inf else ""
         raise ConfigError(f"{variable}={text!r}: must be at least {least:g}{limit}")
     return value
+
+
+def _secret_of(file: str) -> str:
+    """The text of a file, without the end of its line."""
+    try:
+        text = Path(file).read_text(errors="surrogateescape").strip()
+    except OSError as error:
+        raise ConfigError(f"XVCOMM_SECRET_FILE={file!r} cannot be read: {error.strerror}") from error
+    if not text:
+        raise ConfigError(f"XVCOMM_SECRET_FILE={file!r} is empty: write the output of `openssl rand -hex 16` into it")
+    return text
 
 
 def replacement() -> str | None:

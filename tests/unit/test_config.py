@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ def test_every_field_has_its_variable(f) -> None:
     text, value = {
         "int": ("8192" if "bytes" in f.name else str(min(17, f.metadata["most"])), None),
         "float": ("2.5", 2.5),
-        "str": ({"job": "a-name_1.0", "metrics": ":9400"}.get(f.name, "some text"),) * 2,
+        "str": ({"job": "a-name_1.0", "metrics": ":9400", "secret_file": __file__}.get(f.name, "some text"),) * 2,
     }[kind]
     value = int(text) if value is None else value
     variable = f"XVCOMM_{f.name.upper()}"
@@ -83,6 +84,23 @@ def test_secrets_are_not_shown() -> None:
     config = Config.from_env({"XVCOMM_SECRET": "hush", "XVCOMM_JOB": "name"})
     assert "hush" not in repr(config)
     assert "name" in repr(config)
+
+
+def test_a_file_contains_the_secret(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("hush\n")
+    named = {"XVCOMM_SECRET_FILE": str(file)}
+    config = Config.from_env(named)
+    assert config.secret == "hush"
+    assert "hush" not in repr(config)
+    assert Config.from_env({**named, "XVCOMM_SECRET": "first"}).secret == "first"
+
+
+def test_a_file_without_a_secret_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for name, reason in (("empty", "is empty"), ("missing", "No such file"), (".", "Is a directory")):
+        with pytest.raises(ConfigError, match=rf"XVCOMM_SECRET_FILE=.*{reason}"):
+            Config.from_env({"XVCOMM_SECRET_FILE": str(tmp_path / name)})
 
 
 def test_settings_cannot_change() -> None:

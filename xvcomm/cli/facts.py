@@ -20,8 +20,8 @@ from xvcomm.errors import BackendUnavailable
 
 _PACKAGES = ("xvcomm", "torch", "jax", "numpy", "numba", "ml_dtypes", "msgspec")
 _OWN = {
-    "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "STORE", "SECRET", "JOB", "ISLAND", "DEVICE", "DEVICE_INDEX", "HOST", "NICS",
-    "AFFINITY", "KERNEL_CACHE", "METRICS", "TRACE_DIR", "SHM_DIR",
+    "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "STORE", "SECRET", "SECRET_FILE", "JOB", "ISLAND", "DEVICE", "DEVICE_INDEX",
+    "HOST", "NICS", "AFFINITY", "KERNEL_CACHE", "METRICS", "TRACE_DIR", "SHM_DIR",
 }  # fmt: skip
 """Settings that may differ: they say where a rank is, name what its host has, or are compared otherwise."""
 _NAMES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
