@@ -81,7 +81,7 @@ test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE th
 	  tests/rdma/test_rdma_direct.py tests/rdma/test_rdma_trials.py tests/conformance/test_rocm.py
 	$(PY) tests/shims/rxe/run.py $(RXE) -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
 
-test-clusters: $(READY)   ## the tests on SLURM, which root installs, and Ray, in an environment of its own; 5 to 10 minutes
+test-clusters: $(READY)   ## the tests on SLURM, which root installs, and Ray, in an environment of its own; 10 to 20 minutes
 	$(PY) tests/clusters/install.py $(WHAT)
 	WITH_CLUSTERS=1 $(PY) -m pytest -rs -p no:cacheprovider tests/clusters $(TESTS)
 
