@@ -1,4 +1,4 @@
-"""The RDMA devices that this process uses between hosts, as `wire.cards` wants them."""
+"""The RDMA devices that this process uses between hosts, as `abc.cards` wants them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xvcomm.abc.cards import Keys, QueueEnd
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
-from xvcomm.abc.transport import QueueEnd
 from xvcomm.backends.rdma import settings, sysfs
 from xvcomm.backends.rdma.affinity import nearest
 from xvcomm.backends.rdma.choice import PortChoice
@@ -27,7 +27,6 @@ from xvcomm.system import forking
 from xvcomm.system.notice import notice
 from xvcomm.trace.snapshot import Grades
 from xvcomm.types.subnets import SubnetPort
-from xvcomm.wire.cards import Keys
 from xvcomm.wire.frames import MAX_DEVICES
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ class _Used:
 
 
 class Registration:
-    """See `wire.cards.Registered`."""
+    """See `abc.cards.Registered`."""
 
     scratch = 0
 
@@ -163,12 +162,12 @@ class Registration:
             self._undo = undo.pop_all()
 
     def close(self, *, in_use: bool = False) -> None:
-        """See `wire.cards.Registered.close`. Idempotent."""
+        """See `abc.cards.Registered.close`. Idempotent."""
         self._undo.close()
 
 
 class RdmaCards:
-    """See `wire.cards.Cards`. Thread-safe."""
+    """See `abc.cards.Cards`. Thread-safe."""
 
     def __init__(
         self, domains: Sequence[Domain], choice: PortChoice, config: Config, env: Mapping[str, str],
@@ -192,7 +191,7 @@ class RdmaCards:
 
     @property
     def has_direct(self) -> bool:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return self._gpu is not None and self._gpu.works
 
     @property
@@ -205,15 +204,15 @@ class RdmaCards:
 
     @property
     def grades(self) -> Sequence[Grades]:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return self._gpu.grades if self._gpu is not None else ()
 
     def direct(self, nbytes: int, *, producer: bool) -> DirectSlots | None:
-        """See `wire.cards.Cards.direct`."""
+        """See `abc.cards.Cards.direct`."""
         return self._gpu.slots(nbytes, producer=producer) if self._gpu is not None else None
 
     def reaches(self, address: str) -> bool:
-        """See `wire.cards.Cards.reaches`."""
+        """See `abc.cards.Cards.reaches`."""
         try:
             self._find(address)
         except ResourceError:
@@ -221,7 +220,7 @@ class RdmaCards:
         return True
 
     def ports(self) -> list[SubnetPort]:
-        """See `wire.cards.Cards.ports`."""
+        """See `abc.cards.Cards.ports`."""
         found = []
         for domain in self._domains:
             with contextlib.suppress(ResourceError):  # it does not answer
@@ -230,7 +229,7 @@ class RdmaCards:
         return found
 
     def end(self, address: str) -> QueueEnd:
-        """See `wire.cards.Cards.end`."""
+        """See `abc.cards.Cards.end`."""
         index, port, gid = self._find(address)
         return QueueEnd(self._domains[index].name, port.number, gid.address, port.lid)
 
@@ -244,11 +243,11 @@ class RdmaCards:
         raise ResourceError(f"no active port of {names} has a GID of the address {address}")
 
     def register(self, address: int, nbytes: int) -> Registration:
-        """See `wire.cards.Cards.register`."""
+        """See `abc.cards.Cards.register`."""
         return Registration(self._domains, address, nbytes)
 
     def pair(self, address: str) -> RailPair:
-        """See `wire.cards.Cards.pair`."""
+        """See `abc.cards.Cards.pair`."""
         from xvcomm.backends.rdma.rails import RailPair
 
         index, port, gid = self._find(address)
@@ -268,7 +267,7 @@ class RdmaCards:
     def watch(
         self, add: Callable[[int, Callable[[], None]], None], lost: Callable[[str, Sequence[RailPair]], None]
     ) -> None:
-        """See `wire.cards.Cards.watch`."""
+        """See `abc.cards.Cards.watch`."""
         for index, domain in enumerate(self._domains):
             events = Events(domain.name, domain.context)
             self._events[index] = events
@@ -306,7 +305,7 @@ class RdmaCards:
             forking.leave_to_parent(descriptor)
 
     def close(self) -> None:
-        """See `wire.cards.Cards.close`. Idempotent. Queue pairs whose requests have not ended are given back, too."""
+        """See `abc.cards.Cards.close`. Idempotent. Queue pairs whose requests have not ended are given back, too."""
         for pair in list(self._pairs):
             pair.fail()
             pair.close()

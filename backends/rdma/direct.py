@@ -63,7 +63,7 @@ class DirectMemory:
         return [Grades(d.name, reached[d.name, WRITES], reached[d.name, READS]) for d in self._domains]
 
     def slots(self, nbytes: int, *, producer: bool) -> DirectSlots | None:
-        """See `wire.cards.Cards.direct`."""
+        """See `abc.cards.Cards.direct`."""
         if not (self.reads if producer else self.writes):
             return None
         try:

@@ -88,7 +88,7 @@ class DmaBufRegion:
     """Memory that was registered by its dma-buf; pyverbs' class registers it at address 0.
 
     Attributes:
-        lkey, rkey: see `wire.cards.Keys`.
+        lkey, rkey: see `abc.cards.Keys`.
     """
 
     def __init__(self, domain: Domain, descriptor: int, address: int, nbytes: int) -> None:

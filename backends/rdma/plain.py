@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xvcomm.abc.cards import Cards
 from xvcomm.errors import ResourceError
 from xvcomm.jit.atomics import monotonic, sched_yield
 from xvcomm.jit.compile import compiling, kernel
-from xvcomm.wire.cards import Cards
 from xvcomm.wire.verbs import completions_at, failed, post, queue_at, take, write
 
 LONGEST_NS = 20_000_000_000

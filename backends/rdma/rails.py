@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from xvcomm.abc.cards import Loopback
 from xvcomm.backends.rdma.devices import Gid, Port
 from xvcomm.backends.rdma.gids import apart, partition_key
 from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
@@ -20,8 +21,7 @@ from xvcomm.jit.compile import compiling, kernel
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
 from xvcomm.types.subnets import prefix
-from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Loopback
-from xvcomm.wire.frames import HEADER, MAX_DEVICES
+from xvcomm.wire.frames import BUFFER_BYTES, BUFFERS, HEADER, MAX_DEVICES
 from xvcomm.wire.verbs import offer, queue_at
 
 _DEPTH = 2 * BUFFERS
@@ -85,7 +85,7 @@ _decode = msgspec.msgpack.Decoder(Description).decode
 
 
 class RailPair:
-    """See `wire.cards.Pair`. Made with its receive requests posted.
+    """See `abc.cards.Pair`. Made with its receive requests posted.
 
     Attributes:
         port: of the device, that it uses.
@@ -143,7 +143,7 @@ class RailPair:
         self.description = msgspec.msgpack.encode(self._ours)
 
     def connect(self, theirs: bytes) -> None:
-        """See `wire.cards.Pair.connect`. May take seconds; `fail` and `close` wait for it."""
+        """See `abc.cards.Pair.connect`. May take seconds; `fail` and `close` wait for it."""
         found = self._theirs = Description.decode(theirs)
         if why := self._ours.objection(found):
             raise ResourceError(f"{self._where()}: {why}")
@@ -163,13 +163,13 @@ class RailPair:
         return [self.fd, *([self._mirror.fd] if self._mirror else [])]
 
     def fail(self) -> None:
-        """See `wire.cards.Pair.fail`. A device that was removed does not answer; nothing arrives from it either."""
+        """See `abc.cards.Pair.fail`. A device that was removed does not answer; nothing arrives from it either."""
         with self._lock, contextlib.suppress(ResourceError):
             if self._open:
                 self._queue.fail()
 
     def failure(self) -> str:
-        """See `wire.cards.Pair.failure`."""
+        """See `abc.cards.Pair.failure`."""
         own = self._mirror and self._mirror.failure()
         what = self._queue.failure() or (own and f"the GPU does not see what the device writes: {own}")
         return f"{self._where()}: {what}" if what else ""
@@ -179,7 +179,7 @@ class RailPair:
         return f"{self._domain.name} port {self.port.number}, GID {self._gid.address}{there}"
 
     def close(self) -> None:
-        """See `wire.cards.Pair.close`. Its buffers stay if the device does not give it back, and may write to them."""
+        """See `abc.cards.Pair.close`. Its buffers stay if the device does not give it back, and may write to them."""
         with self._lock:
             if not self._open:
                 return

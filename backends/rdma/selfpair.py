@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
+from xvcomm.abc.cards import Loopback
 from xvcomm.backends.rdma.devices import Gid, Port
 from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
 from xvcomm.memory.segment import Segment
-from xvcomm.wire.cards import Loopback
 
 _DEPTH = 16
 _WORD_BYTES = 64

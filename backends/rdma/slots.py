@@ -7,16 +7,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from xvcomm.abc.cards import Keys
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma.pairs import Domain
 from xvcomm.errors import ResourceError, XvcommError
 from xvcomm.memory.segment import PAGE
-from xvcomm.wire.cards import Keys
 
 
 class DirectSlots:
-    """See `wire.cards.Registered`: memory of a GPU that all devices have registered."""
+    """See `abc.cards.Registered`: memory of a GPU that all devices have registered."""
 
     def __init__(self, device: Device, domains: Sequence[Domain], nbytes: int) -> None:
         """Allocate and register memory.
@@ -48,7 +48,7 @@ class DirectSlots:
             device.return_nic_memory(self.address, nbytes)
 
     def close(self, *, in_use: bool = False) -> None:
-        """See `wire.cards.Registered.close`. Idempotent. Memory that a device does not give up is not used again either."""
+        """See `abc.cards.Registered.close`. Idempotent. Memory that a device does not give up is not used again either."""
         self._in_use = in_use or self._in_use
         self._undo.close()
 

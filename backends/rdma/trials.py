@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xvcomm.abc.cards import Keys
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma.devices import Gid, Port
@@ -26,7 +27,6 @@ from xvcomm.backends.rdma.slots import DirectSlots
 from xvcomm.errors import ResourceError, XvcommError
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.types.deadline import Deadline
-from xvcomm.wire.cards import Keys
 from xvcomm.wire.verbs import completions_at, queue_at
 from xvcomm.wire.visibility import reach
 

@@ -26,7 +26,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import Route
 
 if TYPE_CHECKING:
-    from xvcomm.wire.cards import Cards
+    from xvcomm.abc.cards import Cards
     from xvcomm.wire.network import Network
 
 __all__ = ["TcpTransport"]

@@ -89,7 +89,7 @@ def test_frames_go_both_ways(other_host: Any, join: Any, variable: str) -> None:
     """As many as there are buffers, which are posted before the other side can send; the odd ones are taken along."""
     import frames_driver
 
-    from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS
+    from xvcomm.wire.frames import BUFFER_BYTES, BUFFERS
 
     pair = join(variable)
     for number in range(BUFFERS):

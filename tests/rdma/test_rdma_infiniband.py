@@ -17,7 +17,7 @@ from fabric import Fabric
 from fake_hosts import HOST, Hosts, carry, close, until
 from subnet import Library, SubnetDomain, SubnetEnd
 
-from xvcomm.abc.transport import QueueEnd
+from xvcomm.abc.cards import QueueEnd
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.rdma import cards as module
 from xvcomm.backends.rdma import gids, pairs

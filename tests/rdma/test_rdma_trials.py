@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_hosts import HOST, Hosts, close
 
-from xvcomm.abc.transport import QueueEnd
+from xvcomm.abc.cards import QueueEnd
 from xvcomm.errors import ResourceError
 
 

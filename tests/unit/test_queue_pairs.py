@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xvcomm.abc.transport import Interface, PairTrial, QueueEnd
+from xvcomm.abc.cards import QueueEnd
+from xvcomm.abc.transport import Interface, PairTrial
 from xvcomm.backends.rdma.report import DeviceReport, Obstacle, PortReport
 from xvcomm.cli import queue_pairs
 from xvcomm.cli.cluster import blocked

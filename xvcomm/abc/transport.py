@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+from xvcomm.abc.cards import Cards, QueueEnd
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import Store
@@ -96,26 +96,6 @@ class Path:
     losses: int
 
 
-class QueueEnd(NamedTuple):
-    """Where a queue pair of an RDMA device ends.
-
-    Attributes:
-        device: its name.
-        port: number of the device's port.
-        gid: of the port, as an address.
-        lid: of the port, in an InfiniBand subnet; 0 on Ethernet.
-    """
-
-    device: str
-    port: int
-    gid: str
-    lid: int = 0
-
-    def __str__(self) -> str:
-        lid = f"LID {self.lid}, " if self.lid else ""
-        return f"{self.device} port {self.port}, {lid}GID {self.gid}"
-
-
 @dataclass(frozen=True, slots=True)
 class PairTrial:
     """What came of joining queue pairs of an RDMA device here and of one on another host.
@@ -183,7 +163,7 @@ class Membership:
         left: call it when a rank has left the job in good order.
         device: of this rank; None where no ring is opened.
         cards: opens the RDMA devices of network interfaces, which are given by address and name, for `device`:
-            `wire.cards.Cards`, or None if there are none to use. Who calls it closes them.
+            None if there are none to use. Who calls it closes them.
     """
 
     rank: int
@@ -193,7 +173,7 @@ class Membership:
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
     device: Device | None
-    cards: Callable[[Config, Mapping[str, str], Device | None], Any]
+    cards: Callable[[Config, Mapping[str, str], Device | None], Cards | None]
 
 
 class Transport(ABC):

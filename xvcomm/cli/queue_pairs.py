@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from xvcomm.abc.transport import PairTrial, QueueEnd
+from xvcomm.abc.cards import QueueEnd
+from xvcomm.abc.transport import PairTrial
 from xvcomm.backends.rdma import report
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xvcomm.abc.cards import Pair, Registered
 from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import COUNTERS, LINE, MAX_LANES, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Question
 from xvcomm.wire import records
-from xvcomm.wire.cards import Pair, Registered
 from xvcomm.wire.changes import detach, land, lose, put, report, retire, take, use, withdraw
 from xvcomm.wire.frames import FRAME
 from xvcomm.wire.posting import drain, greet, greeted

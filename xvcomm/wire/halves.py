@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from xvcomm.abc.cards import Cards
 from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import ABORT, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
-from xvcomm.wire.cards import Cards
 from xvcomm.wire.carrier import Carrier, Offer, WireEnd
 from xvcomm.wire.links import Link
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xvcomm.abc import transport as abc
+from xvcomm.abc.cards import Cards, Pair
 from xvcomm.errors import AuthenticationError, ResourceError, XvcommError
 from xvcomm.system.notice import notice
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import MAX_RAILS, RDMA, Ends, Route
 from xvcomm.wire import handshake
-from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, set_up
 from xvcomm.wire.incoming import PROTOCOL

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from xvcomm.abc.cards import Cards, Pair
 from xvcomm.abc.transport import PairTrial, Path, Rail
 from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.memory.ring import RingEnd, RingLayout
@@ -26,7 +27,6 @@ from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import RDMA, Ends, Route
 from xvcomm.wire import handshake, pair_trials
-from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves

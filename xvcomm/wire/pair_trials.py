@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from xvcomm.abc.transport import PairTrial, QueueEnd
+from xvcomm.abc.cards import Cards, QueueEnd
+from xvcomm.abc.transport import PairTrial
 from xvcomm.errors import ResourceError
 from xvcomm.types.route import Route
 from xvcomm.wire import handshake
-from xvcomm.wire.cards import Cards
 from xvcomm.wire.pairing import pair_up
 from xvcomm.wire.reachability import connect, reason
 

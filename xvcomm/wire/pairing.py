@@ -6,9 +6,9 @@ import asyncio
 import socket
 import time
 
+from xvcomm.abc.cards import Cards, Pair
 from xvcomm.errors import ResourceError
 from xvcomm.wire import handshake
-from xvcomm.wire.cards import Cards, Pair
 from xvcomm.wire.carrier import PostedRail
 
 _TRY_SECONDS = 3.0

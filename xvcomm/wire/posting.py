@@ -13,8 +13,7 @@ from xvcomm.jit.atomics import copy_bytes, load, monotonic, store, store_release
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
-from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, SHORT_BYTES
-from xvcomm.wire.frames import CONTROL_BYTES, HEADER, Kind
+from xvcomm.wire.frames import BUFFER_BYTES, BUFFERS, CONTROL_BYTES, HEADER, SHORT_BYTES, Kind
 from xvcomm.wire.incoming import NEWS, PROTOCOL, REFUSED, end_slot, handle
 from xvcomm.wire.locks import begin_copy, end_copy, enter_rail, leave_rail
 from xvcomm.wire.outgoing import choose_frame

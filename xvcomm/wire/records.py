@@ -13,8 +13,7 @@ from xvcomm.memory.ring import CARRIER as MOVERS
 from xvcomm.memory.ring import DIRECT, GEOMETRY, MAX_LANES
 from xvcomm.trace.format import HEAD_WORDS, MOST_PARTS, RECORD_BYTES
 from xvcomm.types.route import MAX_RAILS
-from xvcomm.wire.cards import BUFFERS
-from xvcomm.wire.frames import CONTROL_BYTES, FRAME, HEADER, MAX_DEVICES, OPEN_WORDS
+from xvcomm.wire.frames import BUFFERS, CONTROL_BYTES, FRAME, HEADER, MAX_DEVICES, OPEN_WORDS
 
 EAGER = 1024
 """Bytes received at once where a frame may begin: a header and a small payload by one system call."""

@@ -13,11 +13,11 @@ import numpy as np
 from fabric import Fabric, FakeDevice
 from numba import njit
 
-from xvcomm.abc.transport import QueueEnd
+from xvcomm.abc.cards import Keys, Loopback, QueueEnd
 from xvcomm.errors import ResourceError
 from xvcomm.types.subnets import SubnetPort
 from xvcomm.wire import verbs
-from xvcomm.wire.cards import BUFFER_BYTES, BUFFERS, Keys, Loopback
+from xvcomm.wire.frames import BUFFER_BYTES, BUFFERS
 
 _HALF = struct.Struct("q")
 
@@ -46,7 +46,7 @@ class _Registered:
         self.keys = [Keys(self._key, self._key)]
 
     def close(self, *, in_use: bool = False) -> None:
-        """See `wire.cards.Registered`."""
+        """See `abc.cards.Registered`."""
         self._fabric.deregister(self._key)
 
 
@@ -64,7 +64,7 @@ class _GpuMemory:
         self.keys = [Keys(self._key, self._key)]
 
     def close(self, *, in_use: bool = False) -> None:
-        """See `wire.cards.Registered`."""
+        """See `abc.cards.Registered`."""
         self._fabric.deregister(self._key)
         os.close(self._descriptor)
         if not in_use:
@@ -99,13 +99,13 @@ class FakeCardPair:
         return self.mirror.address, completions.address, self._word.ctypes.data, self._of_word.keys[0].local
 
     def connect(self, theirs: bytes) -> None:
-        """See `wire.cards.Pair`."""
+        """See `abc.cards.Pair`."""
         (self.peer,) = _HALF.unpack(theirs)
         self.fake.connect(self.peer)
         assert _offer(self.queue, BUFFERS) == 0
 
     def fail(self) -> None:
-        """See `wire.cards.Pair`."""
+        """See `abc.cards.Pair`."""
         self.failed = True
         if not self.hung:
             self.fake.fail()
@@ -121,11 +121,11 @@ class FakeCardPair:
             self.fake.fail()
 
     def failure(self) -> str:
-        """See `wire.cards.Pair`."""
+        """See `abc.cards.Pair`."""
         return self.fake.failure() or (self.loopback.loopback and self.mirror.failure()) or ""
 
     def close(self) -> None:
-        """See `wire.cards.Pair`."""
+        """See `abc.cards.Pair`."""
         if not self.closed:
             self.closed = True
             if self.loopback.loopback:
@@ -157,35 +157,35 @@ class FakeCards:
         self.lost: Any = None
 
     def reaches(self, address: str) -> bool:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return True
 
     def ports(self) -> list[SubnetPort]:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return []
 
     def end(self, address: str) -> QueueEnd:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return QueueEnd(f"fake{self._seed}", 1, address)
 
     def register(self, address: int, nbytes: int) -> _Registered:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return _Registered(self.fabric, address, nbytes)
 
     @property
     def has_direct(self) -> bool:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         return self.gpu is not None
 
     def direct(self, nbytes: int, *, producer: bool) -> _GpuMemory | None:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         if self.gpu is None or not self._works[producer]:
             return None
         self.rings[producer] += 1
         return _GpuMemory(self.fabric, self.gpu, nbytes)
 
     def pair(self, address: str) -> FakeCardPair:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         if self.refusal:
             raise ResourceError(self.refusal)
         device = self.fabric.device(self._seed + len(self.pairs), self._delay)
@@ -193,7 +193,7 @@ class FakeCards:
         return self.pairs[-1]
 
     def watch(self, add: Any, lost: Any) -> None:
-        """See `wire.cards.Cards`."""
+        """See `abc.cards.Cards`."""
         self.lost, self.loop = lost, asyncio.get_running_loop()
 
     def report(self, what: str, pairs: list[FakeCardPair]) -> None:

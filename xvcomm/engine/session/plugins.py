@@ -9,17 +9,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xvcomm.abc.backend import Backend
+from xvcomm.abc.cards import Cards
+from xvcomm.abc.device import Device
 from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable, ConfigError
 from xvcomm.memory import vendors
 from xvcomm.system.notice import notice
-
-if TYPE_CHECKING:
-    from xvcomm.abc.device import Device
-    from xvcomm.wire.cards import Cards
 
 BACKENDS = "xvcomm.backends"
 TRANSPORTS = "xvcomm.transports"

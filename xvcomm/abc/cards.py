@@ -1,4 +1,4 @@
-"""What the wire needs of RDMA devices, which `backends.rdma` gives: registered memory, and queue pairs for rails.
+"""The contract of RDMA devices: registered memory, and queue pairs for rails. `backends.rdma` gives them, the wire uses them.
 
 A rail of RDMA sends frames with SEND into buffers that the other side has posted. A slot's payload goes before its frame, by a
 WRITE into the other side's ring, on the same queue pair: so it is there when the frame is received. Short payloads go with the
@@ -10,17 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from xvcomm.abc.transport import QueueEnd
 from xvcomm.trace.snapshot import Grades
 from xvcomm.types.subnets import SubnetPort
-from xvcomm.wire.frames import HEADER
-
-BUFFERS = 64
-"""Frames that a rail may send before the other side has handled the first of them."""
-SHORT_BYTES = 1 << 10
-"""Most bytes of a payload that goes with its frame."""
-BUFFER_BYTES = 64 * -(-(8 + HEADER + SHORT_BYTES) // 64)
-"""Bytes of a buffer: how many frames its sender has handled, the frame, its payload."""
 
 
 class Keys(NamedTuple):
@@ -28,6 +19,26 @@ class Keys(NamedTuple):
 
     local: int
     remote: int
+
+
+class QueueEnd(NamedTuple):
+    """Where a queue pair of an RDMA device ends.
+
+    Attributes:
+        device: its name.
+        port: number of the device's port.
+        gid: of the port, as an address.
+        lid: of the port, in an InfiniBand subnet; 0 on Ethernet.
+    """
+
+    device: str
+    port: int
+    gid: str
+    lid: int = 0
+
+    def __str__(self) -> str:
+        lid = f"LID {self.lid}, " if self.lid else ""
+        return f"{self.device} port {self.port}, {lid}GID {self.gid}"
 
 
 class Registered(Protocol):
@@ -67,7 +78,7 @@ class Loopback(NamedTuple):
 
 
 class Pair(Protocol):
-    """A queue pair of a device, with BUFFERS buffers to receive into, which are posted, and as many to send from.
+    """A queue pair of a device, with `wire.frames.BUFFERS` buffers to receive into, which are posted, and as many to send from.
 
     Attributes:
         device: index of its device here.
