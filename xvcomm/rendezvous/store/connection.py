@@ -86,6 +86,7 @@ class Connection:
             pass
 
     def close(self) -> None:
+        """Close it; no thread may use it any more."""
         self._sock.close()
 
     def _until(self, deadline: Deadline) -> None:
