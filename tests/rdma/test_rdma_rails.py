@@ -192,7 +192,7 @@ def test_an_array_that_was_given_up_is_not_read_again(make, monkeypatch):
     hosts.meet()
     carry(hosts, (producer, consumer), sizes=(10,))
     with mapped(1 << 20) as data:
-        monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.5)
+        monkeypatch.setattr("fake_hosts.SECONDS", 0.5)
         with pytest.raises(RingStalled):
             put(hosts.devices[0], producer, data, 1)
         monkeypatch.undo()
