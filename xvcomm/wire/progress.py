@@ -156,23 +156,33 @@ def _wake(address: int, unused: int, unused_too: int) -> int:
 
 
 @register_jitable
+def _attached(wire: Any) -> bool:
+    """Whether both sides have the ring and neither has stopped it; the caller holds the carrier's lock."""
+    return bool(wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD)
+
+
+@register_jitable
 def _replays(carrier: Any) -> bool:
     """Whether captured graphs have messages; their replays do not wake the thread."""
+    found = False
+    lock(carrier)  # else a ring's memory could be unmapped meanwhile
     for i in range(carrier.wire_count):
         wire = wire_at(load(carrier.wires + 8 * i))
-        if wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD and load(wire.replays) != 0:
-            return True
-    return False
+        found = found or (_attached(wire) and load(wire.replays) != 0)
+    unlock(carrier)
+    return found
 
 
 @register_jitable
 def _busy(carrier: Any) -> bool:
     """Whether operations are under way, whose movers publish in memory and wake nobody."""
+    found = False
+    lock(carrier)  # else a ring's memory could be unmapped meanwhile
     for i in range(carrier.wire_count):
         wire = wire_at(load(carrier.wires + 8 * i))
-        if wire.ring != 0 and wire.there >= 0 and wire.stop == UNTOLD and load_acquire(wire.counter) > finished(wire):
-            return True
-    return False
+        found = found or (_attached(wire) and load_acquire(wire.counter) > finished(wire))
+    unlock(carrier)
+    return found
 
 
 @register_jitable
