@@ -254,11 +254,14 @@ def test_links_that_carry_nothing(two_hosts):
     ranks = two_hosts.await_begun(two_hosts.start("stuck", env={"XVCOMM_PEER_TIMEOUT": "60"}))
     for side, link in itertools.product(range(2), repeat=2):
         two_hosts.mute(side, link)
-    for rank, text in enumerate(two_hosts.outputs(ranks)):
+    texts = two_hosts.outputs(ranks)
+    for rank, text in enumerate(texts):
         assert re.search(
             rf"rank {1 - rank} on [ab] does not answer.*Look whether its host and its network work", text
         ), text
-        assert re.search(r"carried so far: 10\.77\.\d\.\d to 10\.77\.\d\.\d \(tcp\) \d+ bytes out", text), text
+    # One of them may still have slots of the message before in its ring, and has sent nothing of this one.
+    carried = r"carried so far: 10\.77\.\d\.\d to 10\.77\.\d\.\d \(tcp\) \d+ bytes out"
+    assert any(re.search(carried, text) for text in texts), texts
 
 
 @pytest.mark.parametrize("side", [0, 1])
