@@ -51,6 +51,19 @@ def test_reductions(world, dtype):
     world.run(collectives.check_reductions, dtype.name, [str(op) for op in reductions(dtype)])
 
 
+def communicators_one_after_the_other(comm):
+    """Each is closed as soon as this rank is done, while messages for the others are on their way."""
+    for _ in range(200):
+        with comm.split(0) as group:
+            group.barrier()
+    return comm.refused()
+
+
+def test_communicators_one_after_the_other(world):
+    """No rank misses what another one sent before it left, and no connection is lost."""
+    assert not any(world.run(communicators_one_after_the_other))
+
+
 @pytest.mark.parametrize(
     "check", [collectives.check_averages, collectives.check_barrier, collectives.check_objects, collectives.check_split]
 )

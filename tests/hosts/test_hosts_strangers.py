@@ -18,7 +18,6 @@ import relay
 from xvcomm.errors import AuthenticationError
 from xvcomm.testing import World, inside
 from xvcomm.wire import connections, handshake, network
-from xvcomm.wire.carrier import WireEnd
 from xvcomm.wire.frames import FRAME, Kind
 from xvcomm.wire.records import UP
 
@@ -57,7 +56,7 @@ def usage(comm):
 def ranks_of_wires(comm):
     """Which rank the other half of each wire is in."""
     ranks = {link.number: link.rank for link in inside.network(comm)._links.values()}
-    return [ranks[kept.record.link] for kept in inside.network(comm).carrier._kept if isinstance(kept, WireEnd)]
+    return [ranks[half.link] for half in inside.network(comm).carrier._wires._halves]
 
 
 def lose_rails(comm):

@@ -27,7 +27,7 @@ from xvcomm.types.opcode import OpCode
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.progress import progress_address
-from xvcomm.wire.records import UP
+from xvcomm.wire.records import PLACES, UP
 
 LAYOUT = RingLayout(lanes=2, slots=4, slot_bytes=PAGE, wired=True)
 ARRAY_BYTES = 9000
@@ -311,3 +311,23 @@ def test_a_slot_beyond_the_array():
     first = frame(Kind.SLOT, CONSUMER, 0, 0, 0, bytes(100), (1, message(ARRAY_BYTES)))
     wrong = frame(Kind.SLOT, CONSUMER, 0, 1, ARRAY_BYTES, bytes(100), (1, message(1 << 20)))
     assert run(encode([first, wrong]))[2][0] != UP
+
+
+def test_frames_for_an_earlier_ring_in_the_place():
+    """They change nothing of the ring that has its place now, whose number is another one; a number to come is refused."""
+    with Receiver() as receiver:
+        memory = Memory(LAYOUT.size)
+        end = RingEnd.create(memory, LAYOUT, peer=1, producer=False)
+        link = receiver.wires[CLOSED].link
+        later = receiver.carrier.add_wire(link, 200, GROUP, end)
+        assert later.place == CLOSED and later.record.number == CLOSED + PLACES
+        blank = memory.bytes.tobytes()
+        late = [frame(Kind.SLOT, CLOSED, payload=b"late", entry=(1, message(4)))]
+        late += [frame(kind, CLOSED, number=Reason.LEFT.word(1)) for kind in (Kind.STOP, Kind.ENTRY, Kind.CREDIT)]
+        receiver.feed(encode(late))
+        assert receiver.rail.state == UP and memory.bytes.tobytes() == blank
+        receiver.feed(encode([frame(Kind.SLOT, CLOSED + PLACES, payload=b"good", entry=(1, message(4)))]))
+        assert receiver.rail.state == UP and memory.bytes[LAYOUT.data :][:4].tobytes() == b"good"
+        receiver.feed(encode([frame(Kind.SLOT, CLOSED + 2 * PLACES, payload=b"x", entry=(1, message(1)))]))
+        assert receiver.rail.state != UP
+        receiver.carrier.detach(later)

@@ -3,118 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import os
 import socket
 import threading
-from collections import defaultdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from xvcomm.abc.cards import Pair, Registered
 from xvcomm.errors import ResourceError
-from xvcomm.memory.ring import COUNTERS, LINE, MAX_LANES, RingEnd, RingLayout
-from xvcomm.memory.segment import PAGE
+from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Question
 from xvcomm.wire import records
 from xvcomm.wire.changes import detach, land, lose, put, report, retire, take, use, withdraw
-from xvcomm.wire.frames import FRAME
 from xvcomm.wire.posting import drain, greet, greeted
 from xvcomm.wire.progress import assist, progress_address, run, wake_address
-from xvcomm.wire.records import KNOWN, SINK_BYTES, Link, Rail, Rdma, Wire
-from xvcomm.wire.shares import Shares
+from xvcomm.wire.records import PLACES, SINK_BYTES, Link, Rail, Rdma
 from xvcomm.wire.tls import Channel
 from xvcomm.wire.verbs import Queue
+from xvcomm.wire.wires import OF_LINK, Need, Offer, WireEnd, WireTable
 
-_LINKS, _RAILS, _WIRES, _WIRES_OF_LINK = 1 << 16, 1 << 12, 1 << 16, 1 << 12
-
-
-class Need(enum.Enum):
-    """What the rings of a link need."""
-
-    NOTHING = enum.auto()
-    RDMA = enum.auto()
-    IMPOSSIBLE = enum.auto()
-    """One has slots in a GPU's memory at one end, and at the other in memory that RDMA devices have not registered."""
-
-
-class Offer(NamedTuple):
-    """What another process says of its half of a ring that it has opened: see `frames.OPEN_WORDS`, and `records.OFFER`."""
-
-    link: int
-    name: int
-    there: int
-    lanes: int
-    slots: int
-    slot_bytes: int
-    producer: int
-    group: int
-    apart: int
-    slots_address: int
-    keys: list[int]
-
-    @classmethod
-    def of(cls, link: int, name: int, there: int, words: np.ndarray[Any, Any]) -> Offer:
-        """From a record."""
-        lanes, slots, slot_bytes, producer, group, apart, address = words[:7].tolist()
-        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, apart, address, words[7:].tolist())
-
-    @property
-    def layout(self) -> RingLayout:
-        """Its shape."""
-        return RingLayout(self.lanes, self.slots, self.slot_bytes, wired=True)
-
-    def sound(self) -> bool:
-        """Whether a ring may have this shape."""
-        return 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
-
-
-class WireEnd:
-    """This process's half of a ring that is mirrored on another host.
-
-    Attributes:
-        index: in the carrier's table.
-        record: see `records.WIRE`.
-        shares: what each path has carried of the newest messages.
-    """
-
-    def __init__(
-        self, index: int, link: int, name: int, group: int, end: RingEnd, slots: Registered | None, offer: Offer | None
-    ) -> None:
-        ring = end.layout
-        self.index = index
-        self._end = end  # which owns the counter that compiled code reads
-        self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
-        self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
-        self._flights = np.zeros(ring.lanes * ring.slots, np.int64)
-        self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
-        self.shares = Shares()
-        self.record = Wire(
-            link=link, name=name, group=group, there=offer.there if offer else -1, open=1 if offer else 2,
-            producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
-            replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
-            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address, entries=-1,
-            apart=ring.apart, slots=end.slots or end.address + ring.data, registered=slots is not None,
-        )  # fmt: skip
-        if slots is not None:
-            self.record.scratch = slots.scratch
-            for device, key in enumerate(slots.keys):
-                self.record.keys[device], self.record.given[device] = key
-        if offer is not None:
-            self.record.apart_there = offer.apart
-            self.record.slots_there, self.record.keys_there[:] = offer.slots_address, offer.keys
-        if not end.producer:
-            end.direct = ctypes.addressof(self.record) + Wire.direct.offset
-
-    def settled(self) -> bool:
-        """Whether the other side knows why the ring has stopped, and has everything that was sent before; or nothing was sent,
-        and it has not opened the ring.
-        """
-        unused = self.record.there < 0 and not (self._end.producer and self._end.sequence)
-        return bool(unused or (self.record.stop >= KNOWN and not self.record.answer))
+_LINKS, _RAILS = 1 << 16, 1 << 12
 
 
 class PostedRail:
@@ -178,9 +89,9 @@ class Carrier:
         Raises:
             ResourceError: the system refuses one of them; none is left.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close communicators at any point
         self._tables = {
-            name: np.zeros(size, np.int64) for name, size in (("links", _LINKS), ("rails", _RAILS), ("wires", _WIRES))
+            name: np.zeros(size, np.int64) for name, size in (("links", _LINKS), ("rails", _RAILS), ("wires", PLACES))
         }
         self._sink = np.zeros(SINK_BYTES, np.uint8)
         self._poll = np.zeros(1 + _RAILS, records.POLLED)
@@ -200,7 +111,7 @@ class Carrier:
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
         self.rails: list[Any] = []
-        self._wires: defaultdict[int, list[Any]] = defaultdict(list)
+        self._wires = WireTable()
         self._links: list[Any] = []
         self._threads = [Daemon("xvcomm-carrier", lambda: run(self.address))]
         for number in range(1, threads):
@@ -219,9 +130,7 @@ class Carrier:
         """Add a record to a table; its index."""
         index = int(getattr(self._record, count))
         if index == len(self._tables[table]):
-            raise ResourceError(
-                f"the carrier has no room for more than {index} {table}; use fewer communicators or channels"
-            )
+            raise ResourceError(f"the carrier has no room for more than {index} {table}")
         self._tables[table][index] = ctypes.addressof(record)
         self._put(self._record, count, index + 1)
         self._kept.append(record)
@@ -229,7 +138,7 @@ class Carrier:
 
     def add_link(self) -> int:
         """Make a link without rails and wires; its index."""
-        wires = np.zeros(_WIRES_OF_LINK, np.int64)
+        wires = np.zeros(OF_LINK, np.int64)
         with self._lock:
             link = Link(wires=wires.ctypes.data)
             self._kept.append(wires)
@@ -345,44 +254,41 @@ class Carrier:
             offer: what the other side has said of its half; None if nothing yet.
         """
         with self._lock:
-            wire = WireEnd(int(self._record.wire_count), link, name, group, end, slots, offer)
-            self._append("wires", "wire_count", wire.record)
-            self._kept.append(wire)
-            self._wires[link].append(wire.record)
-            of_link = self._links[link]
-            count = int(of_link.wire_count)
-            if count == _WIRES_OF_LINK:
-                raise ResourceError(
-                    f"two ranks have more than {count} rings between them; use fewer communicators or channels"
-                )
-            ctypes.c_int64.from_address(of_link.wires + 8 * count).value = wire.index
-            self._put(of_link, "wire_count", count + 1)
+            number = self._wires.next_number(link)
+            wire = WireEnd(number, link, name, group, end, slots, offer)
+            fresh = self._wires.add(wire)
+            place, of_link = wire.place, self._links[link]
+            put(self.address, self._tables["wires"].ctypes.data + 8 * place, ctypes.addressof(wire.record))
+            if fresh:
+                self._put(self._record, "wire_count", place + 1)
+                count = int(of_link.wire_count)
+                ctypes.c_int64.from_address(of_link.wires + 8 * count).value = place
+                self._put(of_link, "wire_count", count + 1)
         self.wake()
         return wire
 
     def need_of_rdma(self, link: int) -> Need:
         """What the rings of a link need that have slots in a GPU's memory at either end."""
-        apart = [r for r in self._wires.get(link, ()) if r.ring and (r.apart or r.apart_there)]
-        if any(r.there >= 0 and not (r.registered and r.slots_there) for r in apart):
-            return Need.IMPOSSIBLE
-        return Need.RDMA if apart else Need.NOTHING
+        with self._lock:
+            return self._wires.need_of_rdma(link)
 
     def moved(self, link: int) -> int:
         """How many slots the rings of a link have received, and how many of those that they sent were consumed."""
-        total = 0
-        for r in self._wires.get(link, ()):
-            ring = r.ring + COUNTERS + (LINE if r.producer else 0)
-            if r.ring:
-                total += sum(ctypes.c_int64.from_address(ring + 2 * n * LINE).value for n in range(r.geometry.lanes))
-        return total
+        with self._lock:  # so that no ring is unmapped meanwhile
+            return self._wires.moved(link)
 
     def withdraw(self, wire: WireEnd) -> None:
         """Touch the array no more of a message that was given up."""
-        withdraw(self.address, wire.index)
+        with self._lock:
+            if not wire.removed:
+                withdraw(self.address, wire.place)
 
     def detach(self, wire: WireEnd) -> bool:
         """Stop to mirror a ring; False while a rail still sends from its memory."""
-        return not detach(self.address, wire.index)
+        with self._lock:
+            if not wire.removed and not detach(self.address, wire.place):
+                self._wires.remove(wire)
+            return wire.removed
 
     def leave(self, link: int) -> None:
         """Tell the process at the other end that this one has closed its session."""

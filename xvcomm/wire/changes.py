@@ -16,7 +16,20 @@ from xvcomm.wire.frames import HEADER
 from xvcomm.wire.locks import lock, lock_all, unlock, unlock_all
 from xvcomm.wire.outgoing import any_flies, entry_of, finished
 from xvcomm.wire.posting import land_all
-from xvcomm.wire.records import AGAIN, DOWN, NOBODY, TOLD, UNTOLD, UNUSED, UP, carrier_at, link_at, rail_at, wire_at
+from xvcomm.wire.records import (
+    AGAIN,
+    DOWN,
+    KNOWN,
+    NOBODY,
+    TOLD,
+    UNTOLD,
+    UNUSED,
+    UP,
+    carrier_at,
+    link_at,
+    rail_at,
+    wire_at,
+)
 
 
 @register_jitable
@@ -35,7 +48,8 @@ def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
             if load(owner) == 1 + rail_index:
                 store(owner, AGAIN if wire.producer != 0 else NOBODY)
                 wire.again = 1
-        wire.open = 2
+        if wire.there < 0 or wire.stop < KNOWN:  # else the other side has this side's number, and needs it no more
+            wire.open = 2
         if wire.producer != 0:
             wire.entries = 0
         else:
@@ -124,11 +138,11 @@ def _drop(address: int, index: int) -> int:
     return 0
 
 
-def _withdraw(address: int, index: int) -> int:
+def _withdraw(address: int, place: int) -> int:
     """Let go of the array of the message that an end has given up; its ring will be stopped."""
     carrier = carrier_at(address)
     count = lock_all(carrier)
-    wire = wire_at(load(carrier.wires + 8 * index))
+    wire = wire_at(load(carrier.wires + 8 * place))
     if wire.ring != 0:
         ring, producer = wire.geometry, wire.producer != 0
         entry_of(wire, finished(wire), producer).offer = 0
@@ -136,7 +150,7 @@ def _withdraw(address: int, index: int) -> int:
         places = ring.lanes * ring.slots
         for i in range(carrier.rail_count):
             rail = rail_at(load(carrier.rails + 8 * i))
-            if rail.state == UP and rail.slot_left > 0 and rail.slot_wire == index:
+            if rail.state == UP and rail.slot_left > 0 and rail.slot_wire == place:
                 rail.slot_data = 0
             from_ring = wire.slots <= rail.out_data < wire.slots + places * ring.slot_bytes
             if rail.state == UP and wire.frames <= rail.out < wire.frames + places * HEADER and not from_ring:
@@ -145,23 +159,23 @@ def _withdraw(address: int, index: int) -> int:
                 else:  # the other side must not take other bytes for the message's
                     lose_rail(carrier, rail, i, 0)
         slots = wire.slots
-        for place in range(places if producer else 0):
-            if not slots <= load(wire.sources + 8 * place) < slots + places * ring.slot_bytes:
-                store(wire.owners + 8 * place, NOBODY)  # if its rail is lost, it is not sent again
+        for slot in range(places if producer else 0):
+            if not slots <= load(wire.sources + 8 * slot) < slots + places * ring.slot_bytes:
+                store(wire.owners + 8 * slot, NOBODY)  # if its rail is lost, it is not sent again
     unlock_all(carrier, count)
     return 0
 
 
-def _detach(address: int, index: int) -> int:
+def _detach(address: int, place: int) -> int:
     """Take a wire out of use; 1 while a rail still sends from its memory or to it, which must stay mapped."""
     carrier = carrier_at(address)
     count = lock_all(carrier)
-    wire, sending = wire_at(load(carrier.wires + 8 * index)), 0
+    wire, sending = wire_at(load(carrier.wires + 8 * place)), 0
     wire.ring = 0
     last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
     for i in range(carrier.rail_count):
         rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.slot_left > 0 and rail.slot_wire == index:
+        if rail.slot_left > 0 and rail.slot_wire == place:
             rail.slot_data = 0
         if rail.state == UP and wire.frames <= rail.out and rail.out < last:
             sending = 1

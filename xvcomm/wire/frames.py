@@ -4,7 +4,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 
 | kind | number | payload |
 | --- | --- | --- |
-| OPEN | name of the wire; `slot` is the sender's index of it | see `OPEN_WORDS` |
+| OPEN | name of the wire; `slot` is the sender's number of it | see `OPEN_WORDS` |
 | SLOT | where its bytes are in the message | the slot, as long as it is filled; the header has its message's description |
 | ENTRY | none | none: the description of a message without slots |
 | CREDIT | messages consumed | slots consumed, of each lane |
@@ -49,7 +49,7 @@ class Kind(enum.IntEnum):
 
 FRAME = np.dtype([
     ("kind", "i8"),
-    ("wire", "i8"),  # the receiver's index of the wire; of OPEN 1 if the sender wants the receiver's index
+    ("wire", "i8"),  # the receiver's number of the wire; of OPEN 1 if the sender wants that number
     ("lane", "i8"),
     ("slot", "i8"),  # number of the slot in its lane
     ("number", "i8"),

@@ -19,8 +19,9 @@ from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import ABORT, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
-from xvcomm.wire.carrier import Carrier, Offer, WireEnd
+from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.links import Link
+from xvcomm.wire.wires import Offer, WireEnd
 
 LINGER_SECONDS = 10.0
 """How long a closed half is kept for the other side at most."""
@@ -72,7 +73,6 @@ class _Lingering(NamedTuple):
     """
 
     wire: WireEnd
-    link: int
     memory: _Memory
     stuck: bool
     until: float
@@ -95,7 +95,7 @@ class Halves:
     def __init__(self, carrier: Carrier, cards: Cards | None, link: Callable[[int], Link]) -> None:
         self._carrier, self._cards, self._link = carrier, cards, link
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # names of the rings of which there is a half, or is about to be
         self._early: dict[int, tuple[RingEnd, int]] = {}
         self._offers: dict[int, Offer] = {}
         self._closed: dict[int, int] = {}
@@ -120,20 +120,23 @@ class Halves:
         try:
             end = RingEnd.create(memory.segment, memory.layout, peer=peer, producer=producer)
             end.slots = memory.slots.address if memory.layout.apart and memory.slots else 0
-            wire = self._carrier.add_wire(link, name, group, end, memory.slots, offer)
+            with self._lock:
+                wire = self._carrier.add_wire(link, name, group, end, memory.slots, offer)
+                self._known.add(name)
         except BaseException:
             memory.close()
+            self._known.discard(name)
             raise
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
-        end.carried = partial(self._carried, wire, link)
+        end.carried = partial(self._carried, wire)
         end.told = lambda: wire.settled() or self._link(link).gone
-        end.dispose = partial(self._linger, wire, link, memory, end)
+        end.dispose = partial(self._linger, wire, memory, end)
         return end
 
-    def _carried(self, wire: WireEnd, link: int) -> dict[int, dict[str, int]]:
+    def _carried(self, wire: WireEnd) -> dict[int, dict[str, int]]:
         """See `RingEnd.carried`."""
-        name = self._link(link).paths.name
+        name = self._link(wire.link).paths.name
         return {message: {name(path): n for path, n in parts} for message, parts in wire.shares.read().items()}
 
     def look(self) -> None:
@@ -141,20 +144,21 @@ class Halves:
 
         For a producer's this side's half is made, so that its messages need not wait.
         """
-        for offer in self._carrier.offers():
-            with self._lock:
-                if not offer.sound():
-                    continue
-                if offer.group in self._closed:
-                    self._turn_away(offer)
-                elif offer.name in self._known:
-                    continue
-                elif not offer.producer:
-                    self._offers[offer.name] = offer
-                elif offer.layout.size + sum(map(_bytes_of, self._early.values())) <= _EARLY_BYTES:
-                    with contextlib.suppress(ResourceError):  # then it is made when it is opened
-                        self._early[offer.name] = self._answer(offer), offer.group
-                        self._known.add(offer.name)
+        with self._lock:
+            for offer in self._carrier.offers():
+                # One of a half that exists came before that was made, which has told of itself.
+                if offer.sound() and offer.name not in self._known:
+                    self._consider(offer)
+
+    def _consider(self, offer: Offer) -> None:
+        """Handle a ring that this process has not opened."""
+        if offer.group in self._closed:
+            self._turn_away(offer)
+        elif not offer.producer:
+            self._offers[offer.name] = offer
+        elif offer.layout.size + sum(map(_bytes_of, self._early.values())) <= _EARLY_BYTES:
+            with contextlib.suppress(ResourceError):  # then it is made when it is opened
+                self._early[offer.name] = self._answer(offer), offer.group
 
     def _answer(self, offer: Offer) -> RingEnd:
         return self._make(
@@ -180,12 +184,12 @@ class Halves:
             for offer in [offer for offer in self._offers.values() if offer.group == group]:
                 self._turn_away(self._offers.pop(offer.name))
 
-    def _linger(self, wire: WireEnd, link: int, memory: _Memory, end: RingEnd, segment: Segment) -> None:
+    def _linger(self, wire: WireEnd, memory: _Memory, end: RingEnd, segment: Segment) -> None:
         """Unmap a ring once the other side has what was sent, or is gone."""
         failed = Reason.bad(ctypes.c_int64.from_address(segment.address + ABORT).value)
         until = time.monotonic() + (_TELL_SECONDS if failed else LINGER_SECONDS)
         with self._lock:
-            self._lingering.append(_Lingering(wire, link, memory, end.stuck, until))
+            self._lingering.append(_Lingering(wire, memory, end.stuck, until))
         self._carrier.wake()
         self.sweep()
 
@@ -193,11 +197,14 @@ class Halves:
         """Unmap the closed rings that nobody needs any more; whether others are left."""
         now = time.monotonic()
         with self._lock:
+            if not at_once:
+                self.look()  # so that no offer is left that came before a half was made which ends here
             kept = []
             for each in self._lingering:
-                ended = at_once or each.wire.settled() or self._link(each.link).gone or now > each.until
+                ended = at_once or each.wire.settled() or self._link(each.wire.link).gone or now > each.until
                 if ended and self._carrier.detach(each.wire):
                     each.memory.close(in_use=each.stuck)
+                    self._known.discard(each.wire.name)
                 else:
                     kept.append(each)
             self._lingering = kept

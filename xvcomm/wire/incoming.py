@@ -35,6 +35,7 @@ from xvcomm.wire.records import (
     KNOWN,
     NOBODY,
     OFFERS,
+    PLACES,
     SINK_BYTES,
     TELL_WORDS,
     TOLD,
@@ -136,7 +137,7 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
     if not _note_entry(wire, frame):
         return False
     head = load(head_of(wire, lane))
-    rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire
+    rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire % PLACES
     rail.slot_lane, rail.slot_number = lane, number
     rail.slot_message, rail.slot_bytes = frame.entry.number, frame.length
     if number < head:
@@ -227,7 +228,7 @@ def _stop(wire: Any, frame: Any) -> bool:
 
 @register_jitable
 def _open(carrier: Any, rail: Any, frame: Any) -> int:
-    """Remember the other side's index of a wire that this side has opened as well; else let Python handle it."""
+    """Remember the other side's number of a wire that this side has opened as well; else let Python handle it."""
     if frame.length != 8 * OPEN_WORDS:
         return REFUSED
     link = link_at(load(carrier.links + 8 * rail.link))
@@ -314,16 +315,17 @@ def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
         return 0
     if kind == _FAILED:
         return _failed(carrier, rail, frame)
-    if frame.wire < 0 or frame.wire >= carrier.wire_count:
+    place = frame.wire % PLACES
+    if frame.wire < 0 or place >= carrier.wire_count:
         return REFUSED
-    wire = wire_at(load(carrier.wires + 8 * frame.wire))
-    if wire.link != rail.link:
+    wire = wire_at(load(carrier.wires + 8 * place))
+    if wire.link != rail.link or frame.wire > wire.number:
         return REFUSED
-    if wire.ring == 0:  # closed on this side
+    if wire.ring == 0 or frame.wire != wire.number:  # closed on this side
         if kind == _SLOT:
-            if frame.length < 1 or frame.length > wire.geometry.slot_bytes:
+            if frame.length < 1 or frame.length > wire.most:
                 return REFUSED
-            rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire
+            rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, place
         return 0
     if kind == _SLOT:
         return 0 if _begin_slot(carrier, rail, rail_index, wire, frame) else REFUSED

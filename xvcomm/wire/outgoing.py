@@ -109,7 +109,7 @@ def _control(rail: Any, kind: int, wire: int, number: int, words: int) -> Any:
 
 
 @register_jitable
-def _send_open(rail: Any, wire: Any, index: int) -> None:
+def _send_open(rail: Any, wire: Any) -> None:
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
     rail.payload[3], rail.payload[4] = wire.producer, wire.group
@@ -117,7 +117,7 @@ def _send_open(rail: Any, wire: Any, index: int) -> None:
     for device in range(MAX_DEVICES):
         rail.payload[7 + device] = wire.given[device]
     frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, OPEN_WORDS)
-    frame.slot = index
+    frame.slot = wire.number
     wire.open = 0
 
 
@@ -291,13 +291,13 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
 
 
 @register_jitable
-def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, index: int, idle: bool) -> bool:
+def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, place: int, idle: bool) -> bool:
     """Let a rail send a frame of a wire, if it has any for this rail."""
     if wire.ring == 0:
         return False
     if rail.rdma != 0 or link.rdma_rails == 0:
         if wire.open != 0:
-            _send_open(rail, wire, index)
+            _send_open(rail, wire)
             return True
         if wire.there < 0:
             return False
@@ -313,7 +313,7 @@ def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, index: int, idl
             return True
     if wire.there < 0 or wire.producer == 0 or not _carries(link, rail, wire):
         return False
-    rail.out_wire = index
+    rail.out_wire = place
     return _send_data(rail, rail_index, wire)
 
 
@@ -361,9 +361,9 @@ def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
         return True
     count = link.wire_count
     for _ in range(count):
-        index = load(link.wires + 8 * link.next)
+        place = load(link.wires + 8 * link.next)
         link.next = (link.next + 1) % count
-        if _choose_of(rail, rail_index, link, wire_at(load(carrier.wires + 8 * index)), index, idle):
+        if _choose_of(rail, rail_index, link, wire_at(load(carrier.wires + 8 * place)), place, idle):
             return True
     if link.leave == 1 and (rail.rdma != 0 or link.rdma_rails == 0):
         link.leave = 2

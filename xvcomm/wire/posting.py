@@ -201,11 +201,12 @@ def take_frames(carrier: Any, rail: Any, rail_index: int) -> int:
             return PROTOCOL
         if rail.slot_left > 0:
             wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
-            if wire.apart != 0 and rail.slot_data != 0 and not visible:
+            wanted = rail.slot_data != 0
+            if wanted and wire.apart != 0 and not visible:
                 if not make_visible(carrier, rail, rdma, wire):
                     return BROKEN
                 visible = True  # and so is all that this call handles, which has arrived before
-            if not written and (rail.slot_left > SHORT_BYTES or wire.apart != 0):
+            if wanted and not written and (rail.slot_left > SHORT_BYTES or wire.apart != 0):
                 return PROTOCOL  # such a payload cannot be behind the frame
             _take_slot(carrier, rail, frame, written)
         news = NEWS if result == NEWS else news

@@ -29,7 +29,7 @@ TLS = np.dtype([(name, "i8") for name in ("read", "write", "get_error", "clear_e
 
 FLIGHT = np.dtype([
     ("request", "i8"),  # its number
-    ("wire", "i8"),  # index
+    ("wire", "i8"),  # place in the table
     ("place", "i8"),  # of the slot
     ("bytes", "i8"),
 ])  # fmt: skip
@@ -93,7 +93,7 @@ RAIL = np.dtype([
     # the frame that is being sent
     ("out", "i8"),  # address of its header; 0: none
     ("out_data", "i8"),
-    ("out_wire", "i8"),  # of SLOT: this side's index of the wire
+    ("out_wire", "i8"),  # of SLOT: the wire's place in the table
     ("out_size", "i8"),  # bytes of header and payload, and how many are sent
     ("out_at", "i8"),
     ("header", FRAME),  # of frames other than SLOT
@@ -103,7 +103,7 @@ RAIL = np.dtype([
     # the frame that is being received
     ("slot_left", "i8"),  # bytes of a SLOT's payload to come, 0: no SLOT is being received
     ("slot_data", "i8"),  # where they go; 0: nowhere
-    ("slot_wire", "i8"),
+    ("slot_wire", "i8"),  # place in the table
     ("slot_lane", "i8"),
     ("slot_number", "i8"),
     ("slot_message", "i8"),  # of the slot: number of its message, from 1 on, and its bytes
@@ -115,7 +115,7 @@ RAIL = np.dtype([
 """A connection."""
 
 LINK = np.dtype([
-    ("wires", "i8"),  # address of the indices of its wires
+    ("wires", "i8"),  # address of its wires' places in the table
     ("wire_count", "i8"),
     ("next", "i8"),  # the wire whose turn it is
     ("leave", "i8"),  # whether to send LEAVE
@@ -140,11 +140,16 @@ SHARE = np.dtype([
 ])  # fmt: skip
 """Which paths have carried a message, of a producer also what was sent again."""
 
+PLACES = 1 << 16
+"""Most rings that a process has with other hosts at a time."""
+
 WIRE = np.dtype([
     ("link", "i8"),
+    ("number", "i8"),  # by which the other side's frames name it: its place in the table, and PLACES times its earlier uses
+    ("most", "i8"),  # bytes of a slot, of this ring and the earlier ones in its place
     ("name", "i8"),
     ("group", "i8"),  # see `Transport.open_ring`
-    ("there", "i8"),  # the other side's index; -1: not known
+    ("there", "i8"),  # the other side's number; -1: not known
     ("producer", "i8"),
     ("ring", "i8"),  # address; 0: detached
     ("geometry", GEOMETRY),
@@ -197,7 +202,7 @@ OFFER = np.dtype([
     ("there", "i8"),
     ("words", "i8", OPEN_WORDS),
 ])  # fmt: skip
-"""An OPEN that has come: name of the ring, the other side's index of the wire, and the payload."""
+"""An OPEN that has come: name of the ring, the other side's number of the wire, and the payload."""
 
 FAILURES = 64
 """FAILED frames that Python has not looked at; what is too much is sent again."""

@@ -6,7 +6,8 @@ import math
 import time
 
 from xvcomm.types.route import Ends
-from xvcomm.wire.carrier import Carrier, Need
+from xvcomm.wire.carrier import Carrier
+from xvcomm.wire.wires import Need
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 60.0
 """How long a rail of RDMA is left alone that came up and failed, again and again, as where only large packets are lost: twice as

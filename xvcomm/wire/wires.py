@@ -1,0 +1,175 @@
+"""This process's halves of mirrored rings, as compiled code works on them, in a table whose places are used again."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xvcomm.abc.cards import Registered
+from xvcomm.errors import ResourceError
+from xvcomm.memory.ring import COUNTERS, LINE, MAX_LANES, RingEnd, RingLayout
+from xvcomm.memory.segment import PAGE
+from xvcomm.wire.frames import FRAME
+from xvcomm.wire.records import KNOWN, PLACES, Wire
+from xvcomm.wire.shares import Shares
+
+OF_LINK = 1 << 12
+"""Most rings that two processes have with each other at a time."""
+
+
+class Need(enum.Enum):
+    """What the rings of a link need."""
+
+    NOTHING = enum.auto()
+    RDMA = enum.auto()
+    IMPOSSIBLE = enum.auto()
+    """One has slots in a GPU's memory at one end, and at the other in memory that RDMA devices have not registered."""
+
+
+class Offer(NamedTuple):
+    """What another process says of its half of a ring that it has opened: see `frames.OPEN_WORDS`, and `records.OFFER`."""
+
+    link: int
+    name: int
+    there: int
+    lanes: int
+    slots: int
+    slot_bytes: int
+    producer: int
+    group: int
+    apart: int
+    slots_address: int
+    keys: list[int]
+
+    @classmethod
+    def of(cls, link: int, name: int, there: int, words: np.ndarray[Any, Any]) -> Offer:
+        """From a record."""
+        lanes, slots, slot_bytes, producer, group, apart, address = words[:7].tolist()
+        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, apart, address, words[7:].tolist())
+
+    @property
+    def layout(self) -> RingLayout:
+        """Its shape."""
+        return RingLayout(self.lanes, self.slots, self.slot_bytes, wired=True)
+
+    def sound(self) -> bool:
+        """Whether a ring may have this shape."""
+        return 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
+
+
+class WireEnd:
+    """This process's half of a ring that is mirrored on another host.
+
+    Attributes:
+        link, name: see `records.WIRE`.
+        place: in the carrier's table.
+        record: see `records.WIRE`.
+        shares: what each path has carried of the newest messages.
+        removed: whether another ring may have its place.
+    """
+
+    def __init__(
+        self, number: int, link: int, name: int, group: int, end: RingEnd, slots: Registered | None, offer: Offer | None
+    ) -> None:
+        ring = end.layout
+        self.link, self.name, self.place, self.removed = link, name, number % PLACES, False
+        self._end = end  # which owns the counter that compiled code reads
+        self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
+        self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
+        self._flights = np.zeros(ring.lanes * ring.slots, np.int64)
+        self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
+        self.shares = Shares()
+        self.record = Wire(
+            link=link, number=number, most=ring.slot_bytes, name=name, group=group,
+            there=offer.there if offer else -1, open=1 if offer else 2,
+            producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
+            replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
+            flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address, entries=-1,
+            apart=ring.apart, slots=end.slots or end.address + ring.data, registered=slots is not None,
+        )  # fmt: skip
+        if slots is not None:
+            self.record.scratch = slots.scratch
+            for device, key in enumerate(slots.keys):
+                self.record.keys[device], self.record.given[device] = key
+        if offer is not None:
+            self.record.apart_there = offer.apart
+            self.record.slots_there, self.record.keys_there[:] = offer.slots_address, offer.keys
+        if not end.producer:
+            end.direct = ctypes.addressof(self.record) + Wire.direct.offset
+
+    def settled(self) -> bool:
+        """Whether the other side knows why the ring has stopped, and has everything that was sent before; or nothing was sent,
+        and it has not opened the ring.
+        """
+        unused = self.record.there < 0 and not (self._end.producer and self._end.sequence)
+        return bool(unused or (self.record.stop >= KNOWN and not self.record.answer))
+
+
+class WireTable:
+    """The halves of a process, each in a place that another ring of the same link takes once a half is removed.
+
+    What still comes for an earlier half in the place is told by its number.
+    """
+
+    def __init__(self) -> None:
+        self._halves: list[WireEnd] = []
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._of_link: defaultdict[int, list[int]] = defaultdict(list)
+
+    def next_number(self, link: int) -> int:
+        """The number of the half that is added next to a link.
+
+        Raises:
+            ResourceError: there is no room for it.
+        """
+        if self._free[link]:
+            return int(self._halves[self._free[link][-1]].record.number) + PLACES
+        for count, most, whose in (
+            (len(self._halves), PLACES, "a rank"),
+            (len(self._of_link[link]), OF_LINK, "two ranks"),
+        ):
+            if count == most:
+                raise ResourceError(
+                    f"{whose} cannot have more than {most} rings with other hosts at a time; close communicators, or use fewer"
+                )
+        return len(self._halves)
+
+    def add(self, half: WireEnd) -> bool:
+        """Add a half with the next number; whether its place is new."""
+        fresh = half.place == len(self._halves)
+        if fresh:
+            self._halves.append(half)
+            self._of_link[half.link].append(half.place)
+        else:
+            half.record.most = max(half.record.most, self._halves[half.place].record.most)
+            self._halves[self._free[half.link].pop()] = half
+        return fresh
+
+    def remove(self, half: WireEnd) -> None:
+        """Let another ring have the place of a half that no thread uses any more."""
+        half.removed = True
+        self._free[half.link].append(half.place)
+
+    def need_of_rdma(self, link: int) -> Need:
+        """See `Carrier.need_of_rdma`."""
+        apart = [r for r in self._attached(link) if r.apart or r.apart_there]
+        if any(r.there >= 0 and not (r.registered and r.slots_there) for r in apart):
+            return Need.IMPOSSIBLE
+        return Need.RDMA if apart else Need.NOTHING
+
+    def moved(self, link: int) -> int:
+        """See `Carrier.moved`."""
+        total = 0
+        for r in self._attached(link):
+            ring = r.ring + COUNTERS + (LINE if r.producer else 0)
+            total += sum(ctypes.c_int64.from_address(ring + 2 * n * LINE).value for n in range(r.geometry.lanes))
+        return total
+
+    def _attached(self, link: int) -> Iterator[Any]:
+        """The records of a link's halves that are in use."""
+        return (half.record for place in self._of_link[link] if (half := self._halves[place]).record.ring)
