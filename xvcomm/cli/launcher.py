@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import selectors
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from xvcomm.cli.ending import Others, Outcome, Stop
 from xvcomm.cli.output import Outlet, RankStream, outlets, prefixes
+from xvcomm.cli.rank_process import RankProcess, RankSpec, signal_name
 from xvcomm.errors import ResourceError
 
-_PR_SET_PDEATHSIG = 1
 _READ = 1 << 16
 _BACKLOG = 1 << 20
 _DRAIN = 1.0
@@ -27,25 +25,6 @@ STOP_GRACE = 1.5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _CONSEQUENCES = (b"xvcomm.errors.PeerLost", b"xvcomm.errors.Aborted")
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """Command and environment of one rank; the label is part of its output prefix."""
-
-    label: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-
-
-@dataclass(slots=True)
-class _Rank:
-    process: subprocess.Popen[bytes]
-    out: RankStream
-    err: RankStream
-    awaited: int = 0
-    """How many processes with this rank's number must have returned for this one to be one of the job; 0: it began the job."""
-    code: int | None = None
 
 
 class Job:
@@ -73,13 +52,13 @@ class Job:
         self._prefix, self._survive = prefix, survive
         self._left, self._returned, self._abandoned = [restarts] * len(specs), returned, False
         self._grace = grace
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._selector = selectors.PollSelector()
         self._open: dict[int, RankStream] = {}
         self._paused = False
         self._outlets: tuple[Outlet, Outlet] = outlets(os.environ)
         self._failing = False
-        self._failed: list[tuple[int, _Rank]] = []
+        self._failed: list[tuple[int, RankProcess]] = []
         self._last_read = math.inf
         self._signal: signal.Signals | None = None
         self._plan: list[tuple[float, signal.Signals]] = []
@@ -106,8 +85,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         for rank in self._ranks:
-            self._signal_group(rank, signal.SIGKILL)
-            rank.process.wait()
+            rank.end()
         for fd in list(self._open):
             self._close(fd)
         self._selector.close()
@@ -124,27 +102,23 @@ class Job:
         for number, spec in enumerate(self._specs):
             self._ranks.append(self._rank(number, spec))
 
-    def _rank(self, number: int, spec: RankSpec) -> _Rank:
+    def _rank(self, number: int, spec: RankSpec) -> RankProcess:
         """Start a rank, and forward what it writes."""
         out, err = (
             RankStream(outlet, each[number]) for outlet, each in zip(self._outlets, self._prefixes, strict=True)
         )
-        process = self._spawn(number, spec)
-        for pipe, stream in ((process.stdout, out), (process.stderr, err)):
-            assert pipe is not None
-            fd = os.dup(pipe.fileno())
-            pipe.close()
+        rank = RankProcess(number, spec, out, err)
+        for fd, stream in rank.take_pipes().items():
             self._open[fd] = stream
             if not self._paused:
                 self._selector.register(fd, selectors.EVENT_READ)
-        return _Rank(process, out, err)
+        return rank
 
     def _restart(self, number: int) -> None:
         """Start a rank that has failed again; it joins the others when they grow."""
         self._left[number] -= 1
         before, spec = self._ranks[number], self._specs[number]
-        self._signal_group(before, signal.SIGKILL)
-        before.process.wait()
+        before.end()
         awaited = self._returned(number) + 1
         try:
             self._ranks[number] = self._rank(number, replace(spec, env={**spec.env, "XVCOMM_REJOIN": "1"}))
@@ -170,24 +144,6 @@ class Job:
         start = time.monotonic() + FAILURE_GRACE
         self._plan = [(start, signal.SIGTERM), (start + self._grace, signal.SIGKILL)]
         self.say(f"no rank is left for those to join that were started again; they have {FAILURE_GRACE:g} s to end")
-
-    @staticmethod
-    def _spawn(number: int, spec: RankSpec) -> subprocess.Popen[bytes]:
-        # A rank has its own process group, so reading from a terminal would stop it.
-        takes_input = number == 0 and not os.isatty(0)
-        try:
-            return subprocess.Popen(
-                spec.argv,
-                env=spec.env,
-                stdin=None if takes_input else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                process_group=0,
-                preexec_fn=_ends_with(os.getpid()),
-            )
-        except OSError as error:
-            raise ResourceError(f"rank {number}: cannot start {spec.argv[0]!r}: {error}") from error
 
     def run(self) -> Outcome:
         """Forward output and signals until every rank has ended; blocks.
@@ -293,16 +249,9 @@ class Job:
         """Record which ranks have ended. They are reaped at the very end, so that the ids of their process groups are not
         reused.
         """
-        ended: list[tuple[bool, int]] = []
-        for number, rank in enumerate(self._ranks):
-            if rank.code is None:
-                status = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if status is not None:
-                    exited = status.si_code == os.CLD_EXITED
-                    rank.code = status.si_status if exited else -status.si_status
-                    ended.append((exited, number))
+        ended = [number for number, rank in enumerate(self._ranks) if rank.note_end()]
         # Among ranks found at the same time, one killed by a signal is more likely the cause than one that exited.
-        for _, number in sorted(ended):
+        for number in sorted(ended, key=lambda number: (self._ranks[number].code or 0) >= 0):
             if self._ranks[number].code and self._signal is None:
                 self._note_failure(number)
         if ended and self._survive and self._signal is None:
@@ -349,7 +298,7 @@ class Job:
             if any(rank.code is None for rank in self._ranks):
                 self.say(f"{stop.reason}; the others have {FAILURE_GRACE:g} s to end")
 
-    def _describe(self, number: int, rank: _Rank) -> str:
+    def _describe(self, number: int, rank: RankProcess) -> str:
         """How a rank ended, as text."""
         code = rank.code or 0
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
@@ -370,21 +319,12 @@ class Job:
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:
             if rank.code is None:
-                self._signal_group(rank, number)
-
-    @staticmethod
-    def _signal_group(rank: _Rank, number: signal.Signals) -> None:
-        if rank.process.returncode is None:
-            try:
-                os.killpg(rank.process.pid, number)
-            except ProcessLookupError:
-                pass
+                rank.signal(number)
 
     def _reap(self) -> None:
         """Kill what the ranks left running, and read the last output."""
         for rank in self._ranks:
-            self._signal_group(rank, signal.SIGKILL)
-            rank.process.wait()
+            rank.end()
         for fd, stream in list(self._open.items()):
             os.set_blocking(fd, False)
             try:
@@ -423,23 +363,3 @@ class Job:
             last_words=tuple(words[first]),
             consequence=not causes,
         )
-
-
-def signal_name(number: int) -> str:
-    """Name of a signal, such as `SIGKILL` for 9; real-time signals by number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _ends_with(parent: int) -> Callable[[], None]:
-    """A `preexec_fn` that asks the kernel to kill the rank when the launcher dies, even by SIGKILL."""
-    libc = ctypes.CDLL(None)
-
-    def arm() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return arm

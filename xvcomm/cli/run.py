@@ -17,9 +17,10 @@ from typing import Annotated
 import typer
 
 from xvcomm.cli.ending import Outcome
-from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job, RankSpec, signal_name
+from xvcomm.cli.launcher import FAILURE_GRACE, STOP_GRACE, Job
 from xvcomm.cli.nodes import Nodes, Place, join
 from xvcomm.cli.output import prefixes
+from xvcomm.cli.rank_process import RankSpec, signal_name
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
 from xvcomm.rendezvous import returning

@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from xvcomm.cli.bench.case import OPS
 from xvcomm.cli.bench.measure import PEERS
 from xvcomm.cli.bench.options import Options
-from xvcomm.cli.launcher import Job, RankSpec
+from xvcomm.cli.launcher import Job
+from xvcomm.cli.rank_process import RankSpec
 from xvcomm.cli.run import job_environment, launch, rank_labels, terminal_environment
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, BackendUnavailable, ResourceError
