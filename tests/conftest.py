@@ -8,7 +8,8 @@ A test leaks if, two seconds after its end, there is more than before it of:
 * processes: descendants of this one, and those started by them that lost their parent (known by a variable of the
   environment). A process that ended but was never waited for counts. Python's own helpers, which live as long as the
   interpreter, do not.
-* sockets of this process, after a garbage collection: an object in a reference cycle is not a leak.
+* sockets of this process, after a garbage collection: an object in a reference cycle is not a leak. Those to ranks that tests
+  share are left out: after a failure the next test starts the ranks again.
 
 What fixtures of a wider scope own exists before the test and is not counted; the check at the end of the session counts
 their files and processes. Leaked processes are killed, so that the next test runs on a quiet machine.
@@ -210,8 +211,9 @@ def _shm_files() -> frozenset[str]:
 
 
 def _sockets() -> frozenset[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
+    processes = sys.modules.get("xvcomm.testing.processes")
+    found, of_ranks = set(), processes.descriptors_in_use() if processes is not None else set()
+    for fd in set(map(int, os.listdir("/proc/self/fd"))) - of_ranks:
         with contextlib.suppress(OSError):
             link = os.readlink(f"/proc/self/fd/{fd}")
             if link.startswith("socket:"):

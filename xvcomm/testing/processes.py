@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from types import ModuleType
 from typing import Any, Self
+from weakref import WeakSet
 
 START_SECONDS, RUN_SECONDS = 200.0, 200.0
 """When ranks count as hanging: long, because other processes may take nearly all of the machine's time."""
@@ -54,6 +55,12 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._store: tuple[Any, Connection] | None = None
         self.size, self.broken = 0, False
+        _in_use.add(self)
+
+    def descriptors(self) -> list[int]:
+        """Those by which this process talks to the ranks and to the rendezvous."""
+        pipes = self._pipes if self._store is None else [*self._pipes, self._store[1]]
+        return [pipe.fileno() for pipe in pipes]
 
     def _serve(self, main: Callable[[Connection], None]) -> Any:
         """Start the rendezvous process, which ends when its pipe closes; returns its first message."""
@@ -181,6 +188,14 @@ class Ranks:
             self._store = None
             pipe.close()
             _end(process, _END_SECONDS)
+
+
+_in_use: WeakSet[Ranks] = WeakSet()
+
+
+def descriptors_in_use() -> set[int]:
+    """Those of all ranks that this process has: ranks that several tests share may be started again during one of them."""
+    return {descriptor for ranks in _in_use for descriptor in ranks.descriptors()}
 
 
 def _end(process: Any, seconds: float) -> None:
