@@ -14,6 +14,7 @@ from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.halves import Halves
 from xvcomm.wire.progress import progress_address
+from xvcomm.wire.records import UP
 
 LAYOUT = RingLayout(lanes=1, slots=2, slot_bytes=PAGE, wired=True)
 NAME, GROUP, THEIRS = 77, 8, 5
@@ -23,7 +24,11 @@ progress = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(progress_addr
 
 
 class Side:
-    """A process's halves, and the other end of its only connection, at which the test is the other process."""
+    """A process's halves, and the other end of its only connection, at which the test is the other process.
+
+    Attributes:
+        number: of the half of which the newest OPEN has told.
+    """
 
     def __init__(self):
         self.carrier = Carrier(0, 1)
@@ -32,7 +37,12 @@ class Side:
         self._theirs, self._ours = socket.socketpair()
         self._ours.setblocking(False)
         self._rail = self.carrier.rails[self.carrier.add_rail(self.link, 1, self._ours)]
-        self._sent = 0
+        self._sent = self.number = 0
+
+    @property
+    def up(self):
+        """Whether the connection was not closed because of what has come."""
+        return self._rail.state == UP
 
     def send(self, kind, wire, payload=(), **numbers):
         header = np.zeros((), FRAME)
@@ -42,12 +52,12 @@ class Side:
         data = header.tobytes() + np.array(payload, np.int64).tobytes()
         self._theirs.sendall(data)
         self._sent += len(data)
-        while self._rail.received < self._sent:
+        while self._rail.received < self._sent and self.up:
             progress(self.carrier.address, 0, 0)
 
-    def offer(self, name=NAME):
-        """Open the ring as its producer."""
-        shape = (LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, True, GROUP)
+    def offer(self, name=NAME, producer=True):
+        """Open the ring."""
+        shape = (LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, producer, GROUP)
         self.send(Kind.OPEN, 1, shape + (0,) * (2 + MAX_DEVICES), slot=THEIRS, number=name)
 
     def receive(self):
@@ -61,6 +71,8 @@ class Side:
         while data:
             header = np.frombuffer(data[:HEADER], FRAME)[0]
             found.append((Kind(header["kind"]), int(header["number"])))
+            if header["kind"] == Kind.OPEN:
+                self.number = int(header["slot"])
             data = data[HEADER + int(header["length"]) :]
         return found
 
@@ -107,6 +119,22 @@ def test_an_offer_after_the_communicator_was_closed(side):
     side.offer()
     side.halves.look()
     assert (Kind.STOP, LEFT) in side.receive()
+
+
+@pytest.mark.parametrize("producer", [True, False])
+def test_a_half_that_only_tells_that_the_ring_has_stopped(side, producer):
+    """After a lost connection the other side may tell once more of messages that an earlier half has had."""
+    side.halves.leave(GROUP, LEFT)
+    side.offer(producer=producer)
+    side.halves.look()
+    assert side.receive() == [(Kind.OPEN, NAME), (Kind.STOP, LEFT)]
+    if producer:
+        side.send(Kind.SLOT, side.number, [1], slot=9)
+    else:
+        side.send(Kind.CREDIT, side.number, [9], number=9)
+    side.send(Kind.STOP, side.number, [10], number=LEFT)
+    side.send(Kind.STOPPED, side.number)
+    assert side.up and not side.halves.sweep()
 
 
 def test_places_are_used_again(side):

@@ -114,12 +114,13 @@ class Halves:
 
     def _make(
         self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool,
-        offer: Offer | None = None,
+        offer: Offer | None = None, word: int = 0,
     ) -> RingEnd:  # fmt: skip
         memory = _Memory(layout, self._cards, producer=producer, direct=self._link(link).direct)
         try:
             end = RingEnd.create(memory.segment, memory.layout, peer=peer, producer=producer)
             end.slots = memory.slots.address if memory.layout.apart and memory.slots else 0
+            end.abort(word)
             with self._lock:
                 wire = self._carrier.add_wire(link, name, group, end, memory.slots, offer)
                 self._known.add(name)
@@ -160,18 +161,16 @@ class Halves:
             with contextlib.suppress(ResourceError):  # then it is made when it is opened
                 self._early[offer.name] = self._answer(offer), offer.group
 
-    def _answer(self, offer: Offer) -> RingEnd:
+    def _answer(self, offer: Offer, word: int = 0) -> RingEnd:
         return self._make(
             offer.link, offer.name, offer.layout, group=offer.group, peer=_NOBODY, producer=not offer.producer,
-            offer=offer,
+            offer=offer, word=word,
         )  # fmt: skip
 
     def _turn_away(self, offer: Offer) -> None:
-        """Stop a ring of a communicator that this process has closed."""
+        """Stop a ring of a communicator that this process has closed. What it may have sent before it closed, it sends no more."""
         with contextlib.suppress(ResourceError):
-            end = self._answer(offer)
-            end.abort(self._closed[offer.group])
-            end.close()
+            self._answer(offer, self._closed[offer.group]).close()
 
     def leave(self, group: int, word: int) -> None:
         """Note that this process has closed a communicator: its unopened rings stop by `word` once another process opens them."""

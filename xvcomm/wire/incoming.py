@@ -321,7 +321,8 @@ def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
     wire = wire_at(load(carrier.wires + 8 * place))
     if wire.link != rail.link or frame.wire > wire.number:
         return REFUSED
-    if wire.ring == 0 or frame.wire != wire.number:  # closed on this side
+    closed = wire.ring == 0 or frame.wire != wire.number
+    if closed or (wire.shut != 0 and kind != _STOP and kind != _STOPPED):
         if kind == _SLOT:
             if frame.length < 1 or frame.length > wire.most:
                 return REFUSED

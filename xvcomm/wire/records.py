@@ -159,6 +159,7 @@ WIRE = np.dtype([
     ("open", "i8"),  # whether to send OPEN: 1, 2 with a request for the other side's index
     ("stop", "i8"),  # whether the other side knows the abort word, or has told of its own: see below
     ("answer", "i8"),  # whether to send STOPPED
+    ("shut", "i8"),  # whether it was made after the ring had stopped, only to tell so: messages are not for it
     ("word", "i8"),  # received by a STOP, and not published yet
     ("goal", "i8"),  # messages that must be complete before it is
     ("goals", "i8", MAX_LANES),  # slots

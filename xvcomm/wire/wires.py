@@ -86,7 +86,7 @@ class WireEnd:
         self.shares = Shares()
         self.record = Wire(
             link=link, number=number, most=ring.slot_bytes, name=name, group=group,
-            there=offer.there if offer else -1, open=1 if offer else 2,
+            there=offer.there if offer else -1, open=1 if offer else 2, shut=end.abort_word() != 0,
             producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
             replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
             flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address, entries=-1,
