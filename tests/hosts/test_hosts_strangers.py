@@ -53,10 +53,10 @@ def usage(comm):
     return process.num_fds(), process.memory_info().rss, comm.refused(), list(SAID)
 
 
-def ranks_of_wires(comm):
-    """Which rank the other half of each wire is in."""
-    ranks = {link.number: link.rank for link in inside.network(comm)._links.values()}
-    return [ranks[half.link] for half in inside.network(comm).carrier._wires._halves]
+def wires_to(comm, rank):
+    """The numbers of the wires whose other half is in a rank."""
+    link = inside.network(comm)._links[rank].number
+    return [half.record.number for half in inside.network(comm).carrier._wires._halves if half.link == link]
 
 
 def lose_rails(comm):
@@ -210,7 +210,7 @@ def test_broken_frames(job, sent, refused):
     """A connection that proves the key and then breaks the protocol is closed, although it had replaced a rank's own."""
     world, ports = job
     if sent == "foreign":
-        sent = frame(Kind.STOPPED, world.run(ranks_of_wires)[2].index(1))
+        sent = frame(Kind.STOPPED, world.run(wires_to, 1)[2][0])
     with unharmed(world, 2, refused) as key, stranger(ports[2]) as connection:
         prove(connection, key, 0, 2, sent)
         if not refused:

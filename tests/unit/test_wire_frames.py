@@ -28,6 +28,7 @@ from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.progress import progress_address
 from xvcomm.wire.records import PLACES, UP
+from xvcomm.wire.wires import WireEnd
 
 LAYOUT = RingLayout(lanes=2, slots=4, slot_bytes=PAGE, wired=True)
 ARRAY_BYTES = 9000
@@ -82,10 +83,7 @@ class Receiver:
         self.ends = [
             RingEnd.create(ring, LAYOUT, peer=1, producer=index == PRODUCER) for index, ring in enumerate(self.rings)
         ]
-        self.wires = [
-            self.carrier.add_wire(links[index == FOREIGN], 100 + index, GROUP, end)
-            for index, end in enumerate(self.ends)
-        ]
+        self.wires = [self.add(links[index == FOREIGN], 100 + index, end) for index, end in enumerate(self.ends)]
         self.carrier.detach(self.wires[CLOSED])
         offered = self.ledger(CONSUMER)[LEDGER]
         offered["message"], offered["offer"], offered["number"] = message(ARRAY_BYTES), self.array.address, 1
@@ -93,6 +91,11 @@ class Receiver:
         self._ours.setblocking(False)
         self.rail = self.carrier.rails[self.carrier.add_rail(links[0], 1, self._ours)]
         self._fed = 0
+
+    def add(self, link, name, end):
+        wire = WireEnd(link, name, GROUP, end, None, None)
+        self.carrier.add_wire(wire)
+        return wire
 
     def ledger(self, index):
         return self.rings[index].bytes[LAYOUT.ledger :][: 2 * LEDGER * LEDGER_ENTRY.itemsize].view(LEDGER_ENTRY)
@@ -318,9 +321,8 @@ def test_frames_for_an_earlier_ring_in_the_place():
     with Receiver() as receiver:
         memory = Memory(LAYOUT.size)
         end = RingEnd.create(memory, LAYOUT, peer=1, producer=False)
-        link = receiver.wires[CLOSED].link
-        later = receiver.carrier.add_wire(link, 200, GROUP, end)
-        assert later.place == CLOSED and later.record.number == CLOSED + PLACES
+        later = receiver.add(receiver.wires[CLOSED].link, 200, end)
+        assert later.record.number == CLOSED + PLACES
         blank = memory.bytes.tobytes()
         late = [frame(Kind.SLOT, CLOSED, payload=b"late", entry=(1, message(4)))]
         late += [frame(kind, CLOSED, number=Reason.LEFT.word(1)) for kind in (Kind.STOP, Kind.ENTRY, Kind.CREDIT)]

@@ -2,7 +2,10 @@
 
 import contextlib
 import ctypes
+import itertools
 import socket
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,7 @@ from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.halves import Halves
 from xvcomm.wire.progress import progress_address
-from xvcomm.wire.records import UP
+from xvcomm.wire.records import PLACES, UP
 
 LAYOUT = RingLayout(lanes=1, slots=2, slot_bytes=PAGE, wired=True)
 NAME, GROUP, THEIRS = 77, 8, 5
@@ -27,7 +30,7 @@ class Side:
     """A process's halves, and the other end of its only connection, at which the test is the other process.
 
     Attributes:
-        number: of the half of which the newest OPEN has told.
+        numbers: of the halves of which OPEN has told, by the names of their rings.
     """
 
     def __init__(self):
@@ -37,7 +40,7 @@ class Side:
         self._theirs, self._ours = socket.socketpair()
         self._ours.setblocking(False)
         self._rail = self.carrier.rails[self.carrier.add_rail(self.link, 1, self._ours)]
-        self._sent = self.number = 0
+        self._sent, self.numbers = 0, {}
 
     @property
     def up(self):
@@ -60,21 +63,35 @@ class Side:
         shape = (LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, producer, GROUP)
         self.send(Kind.OPEN, 1, shape + (0,) * (2 + MAX_DEVICES), slot=THEIRS, number=name)
 
-    def receive(self):
+    def fill(self):
+        """Let the connection take nothing more from the process; how many bytes are before what it sends later."""
+        count = 0
+        for size in (1 << 16, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    count += self._ours.send(bytes(size))
+        return count
+
+    def skip(self, count):
+        """Receive so many bytes."""
+        while count:
+            count -= len(self._theirs.recv(count))
+        self.carrier.wake()  # as the last thread that waits for a message does
+
+    def frames(self):
         """The kinds and numbers of the frames that come, until there are none for a while."""
-        data = b""
         self._theirs.settimeout(0.3)
         with contextlib.suppress(TimeoutError):
             while True:
-                data += self._theirs.recv(1 << 16)
-        found = []
-        while data:
-            header = np.frombuffer(data[:HEADER], FRAME)[0]
-            found.append((Kind(header["kind"]), int(header["number"])))
-            if header["kind"] == Kind.OPEN:
-                self.number = int(header["slot"])
-            data = data[HEADER + int(header["length"]) :]
-        return found
+                header = np.frombuffer(self._theirs.recv(HEADER, socket.MSG_WAITALL), FRAME)[0]
+                self._theirs.recv(int(header["length"]), socket.MSG_WAITALL)
+                if header["kind"] == Kind.OPEN:
+                    self.numbers[int(header["number"])] = int(header["slot"])
+                yield Kind(header["kind"]), int(header["number"])
+
+    def receive(self):
+        """All of them."""
+        return list(self.frames())
 
     def open(self, name=NAME):
         return self.halves.open(self.link, name, LAYOUT, group=GROUP, peer=1, producer=False)
@@ -129,12 +146,79 @@ def test_a_half_that_only_tells_that_the_ring_has_stopped(side, producer):
     side.halves.look()
     assert side.receive() == [(Kind.OPEN, NAME), (Kind.STOP, LEFT)]
     if producer:
-        side.send(Kind.SLOT, side.number, [1], slot=9)
+        side.send(Kind.SLOT, side.numbers[NAME], [1], slot=9)
     else:
-        side.send(Kind.CREDIT, side.number, [9], number=9)
-    side.send(Kind.STOP, side.number, [10], number=LEFT)
-    side.send(Kind.STOPPED, side.number)
+        side.send(Kind.CREDIT, side.numbers[NAME], [9], number=9)
+    side.send(Kind.STOP, side.numbers[NAME], [10], number=LEFT)
+    side.send(Kind.STOPPED, side.numbers[NAME])
     assert side.up and not side.halves.sweep()
+
+
+def at_line(point, action, handler):
+    """Call a handler in the middle of an action, at a line of `xvcomm.wire`, as signals do; whether it has as many lines."""
+    lines = itertools.count()
+
+    def trace(frame, event, argument):
+        if event == "line" and next(lines) == point:
+            sys.settrace(None)
+            handler()
+        return trace if "/wire/" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return next(lines) > point
+
+
+def test_a_signal_handler_closes_and_opens_at_any_point(side):
+    """Rings that are open at the same time have different numbers, of which the other side is told."""
+    names = itertools.count()
+    kept = []
+
+    def take():
+        kept.append(next(names))
+        return side.open(kept[-1])
+
+    for point in itertools.count():
+        old = side.open(next(names))
+
+        def handler(old=old):
+            old.abort(LEFT)
+            old.close()
+            take()
+            take()
+
+        if not at_line(point, take, handler):
+            break
+    side.receive()
+    assert point > 20 and len(kept) == 3 * point + 1
+    assert len({side.numbers[name] % PLACES for name in kept}) == len(kept)
+
+
+def test_an_offer_that_comes_at_any_point_while_the_half_is_closed(side):
+    """The other process hears that the ring has stopped, from this half or from another one."""
+    side.halves.leave(GROUP, LEFT)
+    filled = []
+
+    def offer(name):
+        filled.append(side.fill())
+        side.offer(name)
+
+    for name in itertools.count():
+        end = side.open(name)
+        assert next(side.frames()) == (Kind.OPEN, name)
+        end.abort(LEFT)
+        if not at_line(name, end.close, partial(offer, name)):
+            break
+        side.halves.look()
+        side.skip(filled[-1])
+        assert (Kind.STOP, LEFT) in side.frames()
+        side.send(Kind.STOPPED, side.numbers[name])
+        assert not side.halves.sweep()
+    assert name > 20
 
 
 def test_places_are_used_again(side):

@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from xvcomm.abc.cards import Pair, Registered
+from xvcomm.abc.cards import Pair
 from xvcomm.errors import ResourceError
-from xvcomm.memory.ring import RingEnd
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Question
 from xvcomm.wire import records
-from xvcomm.wire.changes import detach, land, lose, put, report, retire, take, use, withdraw
+from xvcomm.wire.changes import land, lose, put, report, retire, take, use, withdraw
 from xvcomm.wire.posting import drain, greet, greeted
 from xvcomm.wire.progress import assist, progress_address, run, wake_address
-from xvcomm.wire.records import PLACES, SINK_BYTES, Link, Rail, Rdma
+from xvcomm.wire.records import OF_LINK, PLACES, SINK_BYTES, Link, Rail, Rdma
 from xvcomm.wire.tls import Channel
 from xvcomm.wire.verbs import Queue
-from xvcomm.wire.wires import OF_LINK, Need, Offer, WireEnd, WireTable
+from xvcomm.wire.wires import Need, Offer, WireEnd, WireTable
 
 _LINKS, _RAILS = 1 << 16, 1 << 12
 
@@ -111,7 +110,7 @@ class Carrier:
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
         self.rails: list[Any] = []
-        self._wires = WireTable()
+        self._wires = WireTable(self.address)
         self._links: list[Any] = []
         self._threads = [Daemon("xvcomm-carrier", lambda: run(self.address))]
         for number in range(1, threads):
@@ -236,36 +235,15 @@ class Carrier:
         """The answers that have come since the last call; see `records.ANSWER`."""
         return self._take(self._answers, "answer_count")
 
-    def add_wire(
-        self,
-        link: int,
-        name: int,
-        group: int,
-        end: RingEnd,
-        slots: Registered | None = None,
-        offer: Offer | None = None,
-    ) -> WireEnd:
-        """Mirror a ring end by the ring of this name in the process at the other end of a link.
+    def add_wire(self, wire: WireEnd) -> None:
+        """Mirror a ring end by the ring of the same name in the process at the other end of its link.
 
-        Args:
-            link, name, group: see `records.WIRE`.
-            end: this side's.
-            slots: where RDMA devices may read and write them; None if they may not.
-            offer: what the other side has said of its half; None if nothing yet.
+        Raises:
+            ResourceError: there is no room for it.
         """
         with self._lock:
-            number = self._wires.next_number(link)
-            wire = WireEnd(number, link, name, group, end, slots, offer)
-            fresh = self._wires.add(wire)
-            place, of_link = wire.place, self._links[link]
-            put(self.address, self._tables["wires"].ctypes.data + 8 * place, ctypes.addressof(wire.record))
-            if fresh:
-                self._put(self._record, "wire_count", place + 1)
-                count = int(of_link.wire_count)
-                ctypes.c_int64.from_address(of_link.wires + 8 * count).value = place
-                self._put(of_link, "wire_count", count + 1)
+            self._wires.add(wire)
         self.wake()
-        return wire
 
     def need_of_rdma(self, link: int) -> Need:
         """What the rings of a link need that have slots in a GPU's memory at either end."""
@@ -279,16 +257,15 @@ class Carrier:
 
     def withdraw(self, wire: WireEnd) -> None:
         """Touch the array no more of a message that was given up."""
-        with self._lock:
-            if not wire.removed:
-                withdraw(self.address, wire.place)
+        withdraw(self.address, wire.address)
 
-    def detach(self, wire: WireEnd) -> bool:
-        """Stop to mirror a ring; False while a rail still sends from its memory."""
+    def detach(self, wire: WireEnd, *, anyway: bool = True) -> bool:
+        """Stop to mirror a ring, if it is settled or in any case; whether its memory may be unmapped: no rail sends from there.
+
+        Idempotent, and right for a wire that was not added.
+        """
         with self._lock:
-            if not wire.removed and not detach(self.address, wire.place):
-                self._wires.remove(wire)
-            return wire.removed
+            return self._wires.remove(wire, anyway=anyway)
 
     def leave(self, link: int) -> None:
         """Tell the process at the other end that this one has closed its session."""

@@ -21,6 +21,8 @@ from xvcomm.wire.records import (
     DOWN,
     KNOWN,
     NOBODY,
+    OF_LINK,
+    PLACES,
     TOLD,
     UNTOLD,
     UNUSED,
@@ -30,6 +32,9 @@ from xvcomm.wire.records import (
     rail_at,
     wire_at,
 )
+
+FULL, FULL_LINK = -1, -2
+"""Results of `attach` where a process, or two of them with each other, have no room for one more ring."""
 
 
 @register_jitable
@@ -138,12 +143,13 @@ def _drop(address: int, index: int) -> int:
     return 0
 
 
-def _withdraw(address: int, place: int) -> int:
+def _withdraw(address: int, record: int) -> int:
     """Let go of the array of the message that an end has given up; its ring will be stopped."""
     carrier = carrier_at(address)
     count = lock_all(carrier)
-    wire = wire_at(load(carrier.wires + 8 * place))
+    wire = wire_at(record)
     if wire.ring != 0:
+        place = wire.number % PLACES
         ring, producer = wire.geometry, wire.producer != 0
         entry_of(wire, finished(wire), producer).offer = 0
         store_release(address_of(wire.direct, "message"), 0)
@@ -166,23 +172,70 @@ def _withdraw(address: int, place: int) -> int:
     return 0
 
 
-def _detach(address: int, place: int) -> int:
-    """Take a wire out of use; 1 while a rail still sends from its memory or to it, which must stay mapped."""
-    carrier = carrier_at(address)
+def _attach(address: int, record: int, place: int) -> int:
+    """Take a wire into use, in a place that `detach` has made free, or in a new one if that is -1; its number, or FULL."""
+    carrier, wire = carrier_at(address), wire_at(record)
+    lock(carrier)
+    link = link_at(load(carrier.links + 8 * wire.link))
+    if place >= 0:
+        before = wire_at(load(carrier.wires + 8 * place))
+        wire.number, wire.most = before.number + PLACES, max(wire.most, before.most)
+    elif carrier.wire_count == PLACES:
+        wire.number = FULL
+    elif link.wire_count == OF_LINK:
+        wire.number = FULL_LINK
+    else:
+        wire.number = place = carrier.wire_count
+        store(link.wires + 8 * link.wire_count, place)
+    if wire.number >= 0:
+        store(carrier.wires + 8 * place, record)
+    if wire.number == carrier.wire_count:
+        carrier.wire_count += 1
+        link.wire_count += 1
+    number = wire.number
+    unlock(carrier)
+    return number
+
+
+@register_jitable
+def _settled(wire: Any) -> bool:
+    """Whether the other side knows why the ring has stopped, and has everything that was sent before; or nothing was sent, and it
+    has not opened the ring.
+    """
+    if wire.there < 0 and (wire.producer == 0 or load(wire.counter) == 0):
+        return True
+    return bool(wire.stop >= KNOWN and wire.answer == 0)
+
+
+def _is_settled(record: int) -> int:
+    return 1 if _settled(wire_at(record)) else 0
+
+
+def _detach(address: int, record: int, anyway: int) -> int:
+    """Take a wire out of use, if it is settled or in any case. 1 if another one may have its place from now on, 0 if that was so
+    before; -1 if it is not settled, or while a rail still sends from its memory or to it, which must stay mapped.
+    """
+    carrier, wire = carrier_at(address), wire_at(record)
+    if wire.number < 0 or wire.removed != 0:
+        return 0
     count = lock_all(carrier)
-    wire, sending = wire_at(load(carrier.wires + 8 * place)), 0
-    wire.ring = 0
-    last = wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
-    for i in range(carrier.rail_count):
-        rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.slot_left > 0 and rail.slot_wire == place:
-            rail.slot_data = 0
-        if rail.state == UP and wire.frames <= rail.out and rail.out < last:
-            sending = 1
-    if any_flies(wire):
-        sending = 1
+    attached = wire.ring != 0
+    stays = attached and anyway == 0 and not _settled(wire)
+    if not stays:
+        wire.ring = 0
+        place, last = wire.number % PLACES, wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
+        for i in range(carrier.rail_count):
+            rail = rail_at(load(carrier.rails + 8 * i))
+            if attached and rail.slot_left > 0 and rail.slot_wire == place:
+                rail.slot_data = 0
+            if rail.state == UP and wire.frames <= rail.out and rail.out < last:
+                stays = True
+        if any_flies(wire):
+            stays = True
+        if not stays:
+            wire.removed = 1
     unlock_all(carrier, count)
-    return sending
+    return -1 if stays else 1
 
 
 with compiling():
@@ -194,4 +247,6 @@ with compiling():
     land = kernel("int64(int64, int64)")(_land)
     lose = kernel("int64(int64, int64)")(_drop)
     withdraw = kernel("int64(int64, int64)")(_withdraw)
-    detach = kernel("int64(int64, int64)")(_detach)
+    attach = kernel("int64(int64, int64, int64)")(_attach)
+    detach = kernel("int64(int64, int64, int64)")(_detach)
+    is_settled = kernel("int64(int64)")(_is_settled)

@@ -72,7 +72,6 @@ class _Lingering(NamedTuple):
         until: when it is unmapped at the latest.
     """
 
-    wire: WireEnd
     memory: _Memory
     stuck: bool
     until: float
@@ -99,7 +98,7 @@ class Halves:
         self._early: dict[int, tuple[RingEnd, int]] = {}
         self._offers: dict[int, Offer] = {}
         self._closed: dict[int, int] = {}
-        self._lingering: list[_Lingering] = []
+        self._lingering: dict[WireEnd, _Lingering] = {}
 
     def open(self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
         """See `Network.open_ring`. A half that was made when the producer's offer came may have messages already."""
@@ -116,18 +115,18 @@ class Halves:
         self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool,
         offer: Offer | None = None, word: int = 0,
     ) -> RingEnd:  # fmt: skip
-        memory = _Memory(layout, self._cards, producer=producer, direct=self._link(link).direct)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._known.discard, name)
+            self._known.add(name)
+            memory = _Memory(layout, self._cards, producer=producer, direct=self._link(link).direct)
+            undo.callback(memory.close)
             end = RingEnd.create(memory.segment, memory.layout, peer=peer, producer=producer)
             end.slots = memory.slots.address if memory.layout.apart and memory.slots else 0
             end.abort(word)
-            with self._lock:
-                wire = self._carrier.add_wire(link, name, group, end, memory.slots, offer)
-                self._known.add(name)
-        except BaseException:
-            memory.close()
-            self._known.discard(name)
-            raise
+            wire = WireEnd(link, name, group, end, memory.slots, offer)
+            undo.callback(self._carrier.detach, wire)
+            self._carrier.add_wire(wire)
+            undo.pop_all()
         end.carrier, end.begun = self._carrier.address, self._carrier.look
         end.gave_up = partial(self._carrier.withdraw, wire)
         end.carried = partial(self._carried, wire)
@@ -157,7 +156,7 @@ class Halves:
             self._turn_away(offer)
         elif not offer.producer:
             self._offers[offer.name] = offer
-        elif offer.layout.size + sum(map(_bytes_of, self._early.values())) <= _EARLY_BYTES:
+        elif offer.layout.size + sum(map(_bytes_of, list(self._early.values()))) <= _EARLY_BYTES:
             with contextlib.suppress(ResourceError):  # then it is made when it is opened
                 self._early[offer.name] = self._answer(offer), offer.group
 
@@ -168,7 +167,7 @@ class Halves:
         )  # fmt: skip
 
     def _turn_away(self, offer: Offer) -> None:
-        """Stop a ring of a communicator that this process has closed. What it may have sent before it closed, it sends no more."""
+        """Stop a ring of a communicator that this process has closed; an earlier half may have had messages."""
         with contextlib.suppress(ResourceError):
             self._answer(offer, self._closed[offer.group]).close()
 
@@ -176,11 +175,11 @@ class Halves:
         """Note that this process has closed a communicator: its unopened rings stop by `word` once another process opens them."""
         with self._lock:
             self._closed[group] = word
-            for name in [name for name, (_, of) in self._early.items() if of == group]:
+            for name in [name for name, (_, of) in list(self._early.items()) if of == group]:
                 end, _ = self._early.pop(name)
                 end.abort(word)
                 end.close()
-            for offer in [offer for offer in self._offers.values() if offer.group == group]:
+            for offer in [offer for offer in list(self._offers.values()) if offer.group == group]:
                 self._turn_away(self._offers.pop(offer.name))
 
     def _linger(self, wire: WireEnd, memory: _Memory, end: RingEnd, segment: Segment) -> None:
@@ -188,7 +187,7 @@ class Halves:
         failed = Reason.bad(ctypes.c_int64.from_address(segment.address + ABORT).value)
         until = time.monotonic() + (_TELL_SECONDS if failed else LINGER_SECONDS)
         with self._lock:
-            self._lingering.append(_Lingering(wire, memory, end.stuck, until))
+            self._lingering[wire] = _Lingering(memory, end.stuck, until)
         self._carrier.wake()
         self.sweep()
 
@@ -198,16 +197,14 @@ class Halves:
         with self._lock:
             if not at_once:
                 self.look()  # so that no offer is left that came before a half was made which ends here
-            kept = []
-            for each in self._lingering:
-                ended = at_once or each.wire.settled() or self._link(each.wire.link).gone or now > each.until
-                if ended and self._carrier.detach(each.wire):
+            for wire, each in list(self._lingering.items()):
+                anyway = at_once or self._link(wire.link).gone or now > each.until
+                if not (anyway or wire.settled()) or not self._carrier.detach(wire, anyway=anyway):
+                    continue
+                if self._lingering.pop(wire, None):  # else a signal handler was faster
                     each.memory.close(in_use=each.stuck)
-                    self._known.discard(each.wire.name)
-                else:
-                    kept.append(each)
-            self._lingering = kept
-            return bool(kept)
+                    self._known.discard(wire.name)
+            return bool(self._lingering)
 
     def close(self) -> None:
         """Unmap everything; no thread carries any more."""

@@ -143,15 +143,19 @@ SHARE = np.dtype([
 PLACES = 1 << 16
 """Most rings that a process has with other hosts at a time."""
 
+OF_LINK = 1 << 12
+"""Most rings that two processes have with each other at a time."""
+
 WIRE = np.dtype([
     ("link", "i8"),
-    ("number", "i8"),  # by which the other side's frames name it: its place in the table, and PLACES times its earlier uses
+    ("number", "i8"),  # by which frames name it: its place in the table, and PLACES times its earlier uses; -1: not there yet
     ("most", "i8"),  # bytes of a slot, of this ring and the earlier ones in its place
     ("name", "i8"),
     ("group", "i8"),  # see `Transport.open_ring`
     ("there", "i8"),  # the other side's number; -1: not known
     ("producer", "i8"),
     ("ring", "i8"),  # address; 0: detached
+    ("removed", "i8"),  # whether another ring may have its place
     ("geometry", GEOMETRY),
     ("counter", "i8"),  # addresses of the ring end's number of the next message, and of its turn
     ("turn", "i8"),

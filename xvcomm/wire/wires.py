@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 from collections import defaultdict
@@ -14,12 +15,10 @@ from xvcomm.abc.cards import Registered
 from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import COUNTERS, LINE, MAX_LANES, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE
+from xvcomm.wire.changes import FULL, attach, detach, is_settled
 from xvcomm.wire.frames import FRAME
-from xvcomm.wire.records import KNOWN, PLACES, Wire
+from xvcomm.wire.records import OF_LINK, PLACES, Wire
 from xvcomm.wire.shares import Shares
-
-OF_LINK = 1 << 12
-"""Most rings that two processes have with each other at a time."""
 
 
 class Need(enum.Enum):
@@ -67,17 +66,15 @@ class WireEnd:
 
     Attributes:
         link, name: see `records.WIRE`.
-        place: in the carrier's table.
-        record: see `records.WIRE`.
+        record: see `records.WIRE`; `address`: its own.
         shares: what each path has carried of the newest messages.
-        removed: whether another ring may have its place.
     """
 
     def __init__(
-        self, number: int, link: int, name: int, group: int, end: RingEnd, slots: Registered | None, offer: Offer | None
+        self, link: int, name: int, group: int, end: RingEnd, slots: Registered | None, offer: Offer | None
     ) -> None:
         ring = end.layout
-        self.link, self.name, self.place, self.removed = link, name, number % PLACES, False
+        self.link, self.name = link, name
         self._end = end  # which owns the counter that compiled code reads
         self._owners = np.zeros(ring.lanes * ring.slots, np.int64)
         self._sources = np.zeros(ring.lanes * ring.slots, np.int64)
@@ -85,13 +82,14 @@ class WireEnd:
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.shares = Shares()
         self.record = Wire(
-            link=link, number=number, most=ring.slot_bytes, name=name, group=group,
+            link=link, number=-1, most=ring.slot_bytes, name=name, group=group,
             there=offer.there if offer else -1, open=1 if offer else 2, shut=end.abort_word() != 0,
             producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
             replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,
             flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address, entries=-1,
             apart=ring.apart, slots=end.slots or end.address + ring.data, registered=slots is not None,
         )  # fmt: skip
+        self.address = ctypes.addressof(self.record)
         if slots is not None:
             self.record.scratch = slots.scratch
             for device, key in enumerate(slots.keys):
@@ -100,60 +98,59 @@ class WireEnd:
             self.record.apart_there = offer.apart
             self.record.slots_there, self.record.keys_there[:] = offer.slots_address, offer.keys
         if not end.producer:
-            end.direct = ctypes.addressof(self.record) + Wire.direct.offset
+            end.direct = self.address + Wire.direct.offset
 
     def settled(self) -> bool:
-        """Whether the other side knows why the ring has stopped, and has everything that was sent before; or nothing was sent,
-        and it has not opened the ring.
-        """
-        unused = self.record.there < 0 and not (self._end.producer and self._end.sequence)
-        return bool(unused or (self.record.stop >= KNOWN and not self.record.answer))
+        """See `changes.is_settled`."""
+        return bool(is_settled(self.address))
 
 
 class WireTable:
     """The halves of a process, each in a place that another ring of the same link takes once a half is removed.
 
-    What still comes for an earlier half in the place is told by its number.
+    What still comes for an earlier half in the place is told by its number. A signal handler may add and remove others in the
+    middle of any method.
+
+    Args:
+        carrier: address of its record.
     """
 
-    def __init__(self) -> None:
-        self._halves: list[WireEnd] = []
+    def __init__(self, carrier: int) -> None:
+        self._carrier = carrier
+        self._halves: dict[WireEnd, None] = {}
+        self._removed: dict[int, WireEnd] = {}  # by place; compiled code reads the record until another one is there
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        self._of_link: defaultdict[int, list[int]] = defaultdict(list)
 
-    def next_number(self, link: int) -> int:
-        """The number of the half that is added next to a link.
+    def add(self, half: WireEnd) -> None:
+        """Let threads carry for a half. If this is interrupted, the half must be removed.
 
         Raises:
             ResourceError: there is no room for it.
         """
-        if self._free[link]:
-            return int(self._halves[self._free[link][-1]].record.number) + PLACES
-        for count, most, whose in (
-            (len(self._halves), PLACES, "a rank"),
-            (len(self._of_link[link]), OF_LINK, "two ranks"),
-        ):
-            if count == most:
-                raise ResourceError(
-                    f"{whose} cannot have more than {most} rings with other hosts at a time; close communicators, or use fewer"
-                )
-        return len(self._halves)
+        self._halves[half] = None
+        place = -1
+        with contextlib.suppress(IndexError):
+            place = self._free[half.link].pop()
+        number = attach(self._carrier, half.address, place)
+        self._removed.pop(place, None)
+        if number < 0:
+            del self._halves[half]
+            most, whose = (PLACES, "a rank") if number == FULL else (OF_LINK, "two ranks")
+            raise ResourceError(
+                f"{whose} cannot have more than {most} rings with other hosts at a time; close communicators, or use fewer"
+            )
 
-    def add(self, half: WireEnd) -> bool:
-        """Add a half with the next number; whether its place is new."""
-        fresh = half.place == len(self._halves)
-        if fresh:
-            self._halves.append(half)
-            self._of_link[half.link].append(half.place)
-        else:
-            half.record.most = max(half.record.most, self._halves[half.place].record.most)
-            self._halves[self._free[half.link].pop()] = half
-        return fresh
-
-    def remove(self, half: WireEnd) -> None:
-        """Let another ring have the place of a half that no thread uses any more."""
-        half.removed = True
-        self._free[half.link].append(half.place)
+    def remove(self, half: WireEnd, *, anyway: bool) -> bool:
+        """Let no thread carry for a half any more, so that another one may have its place; see `changes.detach`. Idempotent."""
+        found = detach(self._carrier, half.address, anyway)
+        place = int(half.record.number) % PLACES
+        if found > 0:
+            self._removed[place] = half
+        if found >= 0:
+            self._halves.pop(half, None)
+        if found > 0:
+            self._free[half.link].append(place)
+        return bool(found >= 0)
 
     def need_of_rdma(self, link: int) -> Need:
         """See `Carrier.need_of_rdma`."""
@@ -172,4 +169,4 @@ class WireTable:
 
     def _attached(self, link: int) -> Iterator[Any]:
         """The records of a link's halves that are in use."""
-        return (half.record for place in self._of_link[link] if (half := self._halves[place]).record.ring)
+        return (half.record for half in list(self._halves) if half.link == link and half.record.ring)
