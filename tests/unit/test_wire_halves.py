@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xvcomm.memory.ring import Reason, RingLayout
+from xvcomm.memory.ring import Message, Reason, RingLayout, ledger_at
 from xvcomm.memory.segment import PAGE
+from xvcomm.types.opcode import OpCode
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.halves import Halves
@@ -37,10 +38,22 @@ class Side:
         self.carrier = Carrier(0, 1)
         self.halves = Halves(self.carrier, None, lambda number: SimpleNamespace(direct=False, gone=False))
         self.link = self.carrier.add_link()
-        self._theirs, self._ours = socket.socketpair()
+        self.numbers = {}
+        self._sockets = []
+        self.connect()
+
+    def connect(self):
+        """Make a connection, in place of one that was lost."""
+        self._theirs, self._ours = pair = socket.socketpair()
+        self._sockets += pair
         self._ours.setblocking(False)
-        self._rail = self.carrier.rails[self.carrier.add_rail(self.link, 1, self._ours)]
-        self._sent, self.numbers = 0, {}
+        self._index = self.carrier.add_rail(self.link, 1, self._ours)
+        self._rail = self.carrier.rails[self._index]
+        self._sent = 0
+
+    def lose(self):
+        """Lose the connection."""
+        self.carrier.drop(self._index)
 
     @property
     def up(self):
@@ -93,8 +106,8 @@ class Side:
         """All of them."""
         return list(self.frames())
 
-    def open(self, name=NAME):
-        return self.halves.open(self.link, name, LAYOUT, group=GROUP, peer=1, producer=False)
+    def open(self, name=NAME, producer=False):
+        return self.halves.open(self.link, name, LAYOUT, group=GROUP, peer=1, producer=producer)
 
     def __enter__(self):
         return self
@@ -102,8 +115,8 @@ class Side:
     def __exit__(self, *error):
         self.carrier.close()
         self.halves.close()
-        self._theirs.close()
-        self._ours.close()
+        for each in self._sockets:
+            each.close()
 
 
 @pytest.fixture
@@ -152,6 +165,21 @@ def test_a_half_that_only_tells_that_the_ring_has_stopped(side, producer):
     side.send(Kind.STOP, side.numbers[NAME], [10], number=LEFT)
     side.send(Kind.STOPPED, side.numbers[NAME])
     assert side.up and not side.halves.sweep()
+
+
+@pytest.mark.parametrize("word", [LEFT, Reason.ABORTED.word(0)], ids=["left", "aborted"])
+def test_a_message_without_bytes_that_was_lost_with_a_connection(side, word):
+    """It is sent once more before the other side is told that the ring has stopped."""
+    end = side.open(producer=True)
+    side.offer(producer=False)
+    first = ledger_at(end.address + LAYOUT.ledger)[:1]
+    first["message"], first["number"] = Message(OpCode.SEND, 0, 0, 0), 1
+    end.sequence = ctypes.c_int64.from_address(end.turn).value = 1
+    assert (Kind.ENTRY, 0) in side.frames()
+    side.lose()
+    end.abort(word)
+    side.connect()
+    assert side.receive() == [(Kind.OPEN, NAME), (Kind.ENTRY, 0), (Kind.STOP, word)]
 
 
 def at_line(point, action, handler):

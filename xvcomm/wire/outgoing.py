@@ -128,6 +128,18 @@ def _stranded(link: Any, wire: Any) -> bool:
 
 
 @register_jitable
+def _next_entry(wire: Any) -> int:
+    """The message whose description is the next to be sent again."""
+    return max(wire.entries, load_acquire(wire.ring + CONSUMED))
+
+
+@register_jitable
+def _unsent(wire: Any) -> bool:
+    """Whether there are slots, or descriptions of messages, to be sent again that the consumer may still want."""
+    return bool(wire.again != 0 or (wire.entries >= 0 and _next_entry(wire) < wire.message))
+
+
+@register_jitable
 def _stop_due(link: Any, wire: Any) -> bool:
     """Whether this side's abort word is to be sent now: that a producer has left, only after all that it has finished."""
     if wire.stop != UNTOLD:
@@ -139,7 +151,7 @@ def _stop_due(link: Any, wire: Any) -> bool:
         return True
     if any_flies(wire):
         return False  # a consumer that knows the word gives the slots' memory back
-    if wire.again != 0:
+    if _unsent(wire):
         return _stranded(link, wire) and word & 0xFF != _LEFT
     return bool(word & 0xFF != _LEFT or wire.message >= finished(wire))
 
@@ -150,7 +162,7 @@ def _send_stop(rail: Any, wire: Any) -> None:
     frame = _control(rail, _STOP, wire.there, load_acquire(wire.ring + ABORT), 0)
     lanes = wire.geometry.lanes
     if wire.producer != 0:
-        whole = wire.again == 0  # else what was lost is not sent again, and the other side need not wait for it
+        whole = not _unsent(wire)  # else what was lost is not sent again, and the other side need not wait for it
         frame.entry.number, frame.length = wire.message if whole else 0, 8 * lanes
         for lane in range(lanes):
             rail.payload[lane] = wire.sent[lane] if whole else 0
@@ -220,7 +232,7 @@ def _send_entry(rail: Any, wire: Any, message: int) -> None:
 @register_jitable
 def _send_entry_again(rail: Any, wire: Any) -> bool:
     """Send the description of a message again, whose frame a lost rail may have had."""
-    message = max(wire.entries, load_acquire(wire.ring + CONSUMED))
+    message = _next_entry(wire)
     if message >= wire.message:
         wire.entries = -1
         return False
