@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from functools import partial
 
@@ -32,7 +33,8 @@ class Shrinking:
     def __init__(self, context: Context, before: Shrinking | None = None) -> None:
         self.context = context
         self._survivors: Survivors = Survivors(context.session, context.path) if before is None else before._survivors
-        self._ranks, self._departed, self._since = context.ranks, set[int](), self._survivors.rounds
+        self._ranks, self._since = context.ranks, self._survivors.rounds
+        self._departed, self._heard = set[int](), set[int]()  # the latter also of those that have come afterwards
         self._begun = self._done = False
         self.decision: Decision | None = None
 
@@ -73,11 +75,12 @@ class Shrinking:
         lifecycle = self.context.lifecycle
         if self._done or not self._begun:
             lifecycle.ensure_open(op)
-            self._departed, self._begun = self._find_departed(deadline), True
+            self.context.look()
+            self._begun = True
         come = partial(lifecycle.close, _REPLACED[op])
         decision = self._survivors.agree(
-            self._ranks, self._departed, deadline, come, grows=op is OpCode.GROW, since=self._since,
-            excluded=excluded,
+            self._ranks, self._departed, deadline, come, partial(self._hear, deadline), grows=op is OpCode.GROW,
+            since=self._since, excluded=excluded,
         )  # fmt: skip
         self._check(decision, op)
         return decision
@@ -102,19 +105,19 @@ class Shrinking:
         """The first rank that does not go on."""
         return next((rank for rank in self._ranks if rank not in decision.members), None)
 
-    def _find_departed(self, deadline: Deadline) -> set[int]:
-        """The ranks that have closed the communicator, by their numbers in the job.
+    def _hear(self, deadline: Deadline) -> None:
+        """Note the ranks that have closed the communicator, by their numbers in the job; others than on this host tell it late.
 
         Those that could not make it together with this one have closed it, too, but go on to shrink it.
         """
         context = self.context
-        context.look()
-        departed = {context.ranks[rank] for rank in context.lifecycle.departed}
+        closed = {context.ranks[rank] for rank in context.lifecycle.left()}
+        new = (closed | context.session.supervision.departed(context.path)) - self._heard
+        self._heard |= new
         made = context.session.guarded(f"comm/{context.path}", lambda: None)
-        try:
-            return departed if departed and made.failure(deadline) is None else set()
-        except StoreError:
-            return set()
+        with contextlib.suppress(StoreError):
+            if new and made.failure(deadline) is None:
+                self._departed |= new
 
     def _check(self, decision: Decision, op: OpCode) -> None:
         """Raise if this rank cannot go on."""

@@ -109,6 +109,11 @@ class Lifecycle:
         with self.lock:
             return (self.contract.abort_word() if self.contract is not None else 0) or self._word
 
+    def left(self) -> set[int]:
+        """`departed`, and the rank whose departure has ended an operation: of another host, it may not have told everyone yet."""
+        word = self.word()
+        return self.departed | ({Reason.parse(word)[1]} if word and not Reason.bad(word) else set())
+
     def aborted(self) -> bool:
         """Whether this rank has acted on an abort; `word` may be set before."""
         return self._word != 0

@@ -76,6 +76,11 @@ class Supervision:
             if context.path == news.path:
                 context.lifecycle.hear(rank, news)
 
+    def departed(self, path: str) -> set[int]:
+        """The ranks of other hosts that have closed a communicator, as far as was told a short time ago."""
+        with self._lock:
+            return {rank for rank, news in self._news if isinstance(news, Departure) and news.path == path}
+
     def watch_over(self, look: Callable[[Supervised], None]) -> None:
         """Call `look` for every communicator; abort the one for which it fails, or nobody would learn of its failures."""
         for context in self.contexts():

@@ -70,8 +70,8 @@ class Survivors:
         self._session, self._generation = session, b""
 
     def agree(
-        self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None], *, grows: bool,
-        since: int, excluded: Collection[int] = (),
+        self, ranks: Sequence[int], departed: set[int], deadline: Deadline, come: Callable[[], None],
+        hear: Callable[[], None], *, grows: bool, since: int, excluded: Collection[int] = (),
     ) -> Decision:  # fmt: skip
         """One round; blocks until it is decided, at the latest at the deadline of the rank whose deadline is the first.
 
@@ -79,6 +79,7 @@ class Survivors:
             ranks: of the communicator, in its order.
             departed: those of them that have closed it, as far as this rank knows; without those that have come, afterwards.
             come: called once the others know that this rank has come.
+            hear: adds to `departed` those of which this rank has learnt meanwhile, each once.
             grows: whether this rank takes in processes that have asked to join; none are if one of the ranks does not.
             since: the first round of this communicator.
             excluded: those of the ranks that are left out, though they may live.
@@ -94,9 +95,10 @@ class Survivors:
                 session.follow_store(deadline)
                 if self._generation != session.succession.generation:
                     self._generation, self.rounds = session.succession.generation, 0
+                    hear()
                     departed.clear()  # a rank that has come in another store has closed the communicator, too
                 first, place = (f"shrink/{self.path}/{number}" for number in (since, self.rounds))
-                decision = _Round(session, first, place, ranks, deadline, grows, excluded).run(departed, come)
+                decision = _Round(session, first, place, ranks, deadline, grows, excluded).run(departed, come, hear)
             except (StoreError, DeadlineExceeded) as error:  # a store that does not answer may be out of reach
                 if deadline.expired():
                     raise
@@ -128,7 +130,7 @@ class _Round:
         self._departed = set[int]()
         self._doubting = -1
 
-    def run(self, departed: set[int], come: Callable[[], None]) -> Decision | None:
+    def run(self, departed: set[int], come: Callable[[], None], hear: Callable[[], None]) -> Decision | None:
         """The decision; None if the process has ended that serves the store."""
         session, place = self._session, self._place
         self._departed = departed
@@ -136,6 +138,7 @@ class _Round:
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(mine), self._deadline)
         come()
         while not session.succession.due():
+            hear()
             left = self._left()
             leads = left[0] == session.rank
             decision = self._lead(left) if leads else self._follow()
