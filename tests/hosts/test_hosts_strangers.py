@@ -55,8 +55,8 @@ def usage(comm):
 
 def wires_to(comm, rank):
     """The numbers of the wires whose other half is in a rank."""
-    link = inside.network(comm)._links[rank].number
-    return [half.record.number for half in inside.network(comm).carrier._wires._halves if half.link == link]
+    links = [link.number for link in inside.network(comm)._links.values() if link.rank == rank]
+    return [half.record.number for half in inside.network(comm).carrier._wires._halves if half.link in links]
 
 
 def lose_rails(comm):
