@@ -12,10 +12,14 @@ def has(comm, module):
     return module in sys.modules
 
 
-def test_modules_are_imported_before_the_ranks_start():
-    with World(2, preload=["colorsys"]) as ranks, World(1) as others:
-        assert ranks.run(has, "colorsys") == [True, True]
-        assert others.run(has, "colorsys") == [False]
+def test_modules_are_imported_before_the_ranks_start(tmp_path, monkeypatch):
+    """Also those that only this process's path leads to."""
+    (tmp_path / "only_here.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with World(2, preload=["colorsys", "only_here"]) as ranks, World(1) as others:
+        for module in ("colorsys", "only_here"):
+            assert ranks.run(has, module) == [True, True]
+            assert others.run(has, module) == [False]
 
 
 def test_a_module_that_is_missing_is_left_out():

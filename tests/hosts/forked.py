@@ -28,7 +28,7 @@ class Forked:
     def __init__(self, place, program, *arguments, env):
         ours, theirs = Pipe(duplex=False)
         work = (theirs, place, env, str(program), list(map(str, arguments)))
-        self._process = forked_with((*PRELOAD, "psutil", "xvcomm.testing.inside"))(target=_main, args=work, daemon=True)
+        self._process = forked_with(tuple(PRELOAD))(target=_main, args=work, daemon=True)
         self._process.start()
         theirs.close()
         ours.recv_bytes()  # it has its process group

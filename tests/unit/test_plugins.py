@@ -58,14 +58,14 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "BUILT_IN", EntryPoints())
     monkeypatch.setattr(
         plugins,
-        "entry_points",
-        lambda group, **by: EntryPoints(EntryPoint(name, value, group) for name, value in points[group]).select(**by),
+        "installed",
+        lambda group: EntryPoints(EntryPoint(name, value, group) for name, value in points[group]),
     )
 
 
 def test_ours_are_found_without_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a source tree on PYTHONPATH."""
-    monkeypatch.setattr(plugins, "entry_points", lambda **_: EntryPoints())
+    monkeypatch.setattr(plugins, "installed", lambda _: EntryPoints())
     assert {f.name for f in plugins.backends()} == {"cuda", "rocm", "host"}
     assert isinstance(plugins.backend("host"), HostBackend)
     assert [f.name for f in plugins.transports()] == ["shm", "tcp"]
@@ -85,6 +85,17 @@ def test_own_plugins_use_entry_points() -> None:
     found = next(f for f in plugins.backends() if f.name == "host")
     assert found.load() is HostBackend
     assert isinstance(plugins.backend("host"), HostBackend)
+
+
+def test_the_import_path_is_looked_at_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is installed meanwhile in another folder has its plug-ins."""
+    metadata = tmp_path / "late-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[xvcomm.backends]\nlate = no_such_module:Backend\n")
+    assert "late" not in plugins.installed(plugins.BACKENDS).names
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "late" in plugins.installed(plugins.BACKENDS).names
 
 
 def test_usable_ones_come_first(others: None) -> None:
@@ -120,7 +131,7 @@ def test_devices_of_rdma_are_of_the_first_that_has_some(
     names = ["fails"] if broken else ["none", "opens"]
     points = EntryPoints(EntryPoint(name, f"other_people:{name}", plugins.CARDS) for name in names)
     monkeypatch.setattr(plugins, "BUILT_IN", EntryPoints())
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr(plugins, "installed", lambda group: points.select(group=group))
     monkeypatch.setattr("xvcomm.system.notice.speaks", lambda: True)
     config, interfaces = Config(), {"10.0.0.1": "eth0"}
     assert plugins.cards(config, interfaces) == (None if broken else (config, interfaces))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from multiprocessing import context, forkserver, popen_forkserver
@@ -19,9 +21,24 @@ def forked_with(modules: Sequence[str]) -> Callable[..., context.ForkServerProce
 
 @cache
 def _server(modules: tuple[str, ...]) -> forkserver.ForkServer:
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(list(modules))
+    server = _Server()
+    server.set_forkserver_preload(["xvcomm.testing.forked", *modules])
     return server
+
+
+PATH = "TEST_RANKS_PATH"
+"""The variable by which a server gets this process's import path."""
+
+
+class _Server(forkserver.ForkServer):
+    """Finds modules where this process does; multiprocessing's server has another path, and leaves out what it does not find."""
+
+    def ensure_running(self) -> None:
+        os.environ[PATH] = os.pathsep.join(sys.path)
+        try:
+            super().ensure_running()
+        finally:
+            del os.environ[PATH]
 
 
 class _Process(context.ForkServerProcess):

@@ -6,8 +6,10 @@ Third parties register theirs in the entry point groups `xvcomm.backends`, `xvco
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
@@ -124,9 +126,19 @@ def _register_all() -> None:
 vendors.on_unknown(_register_all)
 
 
+def installed(group: str) -> EntryPoints:
+    """The entry points of a group on the import path. They are read once: the metadata of all packages takes milliseconds."""
+    return _installed(group, tuple(sys.path))
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
+    return entry_points(group=group)
+
+
 def _points(group: str) -> list[EntryPoint]:
     """The entry points of a group, including xvcomm's own if its metadata is not installed."""
-    found = list(entry_points(group=group))
+    found = list(installed(group))
     names = {point.name for point in found}
     return [*found, *(point for point in BUILT_IN.select(group=group) if point.name not in names)]
 
