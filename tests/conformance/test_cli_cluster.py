@@ -16,19 +16,19 @@ ENV = {name: value for name, value in os.environ.items() if not name.startswith(
 
 
 def cluster(
-    shell: str = "", *options: str, env: Mapping[str, str] = MappingProxyType({})
+    ranks: int, shell: str = "", *options: str, env: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.CompletedProcess[str]:
-    """Call it on four ranks, each after some words of shell."""
+    """Call it on ranks, each after some words of shell."""
     doctor = f"{shell} exec {sys.executable} -m xvcomm doctor --cluster {' '.join(options)}"
-    command = [sys.executable, "-m", "xvcomm", "run", "-n", "4", "--no-prefix", "--", "sh", "-c", doctor]
+    command = [sys.executable, "-m", "xvcomm", "run", "-n", str(ranks), "--no-prefix", "--", "sh", "-c", doctor]
     variables = {**ENV, "XVCOMM_DEVICE": "host", "COLUMNS": "120", **env}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
 
 def test_no_differences() -> None:
-    done = cluster()
+    done = cluster(2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "4 ranks on 1 host: no differences.\n"
+    assert done.stdout == "2 ranks on 1 host: no differences.\n"
 
 
 def test_differences_of_settings_and_limits() -> None:
@@ -36,7 +36,7 @@ def test_differences_of_settings_and_limits() -> None:
         "export XVCOMM_HOST=h$((XVCOMM_RANK / 2));"
         "[ $XVCOMM_RANK = 3 ] && export XVCOMM_RING_SLOTS=32; [ $XVCOMM_RANK -gt 1 ] && ulimit -n 512;"
     )
-    done = cluster(shell, "--json")
+    done = cluster(4, shell, "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     assert (found["ranks"], found["hosts"]) == (4, ["h0", "h1"])
@@ -62,7 +62,7 @@ def test_ranks_with_gpus(rocm_path: Path) -> None:
     """What NCCL and RCCL read is compared as well; versions of libraries and drivers that are the same are not told."""
     pytest.importorskip("rocm.bindings", reason="hip-python is not installed")
     env = {"ROCM_PATH": str(rocm_path), "XVCOMM_DEVICE": "rocm", "NO_COLOR": "1"}
-    done = cluster("[ $XVCOMM_RANK = 2 ] && export NCCL_ALGO=Ring;", env=env)
+    done = cluster(3, "[ $XVCOMM_RANK = 2 ] && export NCCL_ALGO=Ring;", env=env)
     assert done.returncode == 1, done.stderr
     assert "NCCL_* (rocm)" in done.stdout and "NCCL_ALGO=Ring" in done.stdout
     assert "rank 2" in done.stdout and "RCCL" not in done.stdout

@@ -65,15 +65,15 @@ def some(dtype, count, seed):
     return (values + 1j * rng.uniform(-2, 2, count) if dtype.kind == "c" else values).astype(dtype.numpy)
 
 
-def both_ways(comm, name):
-    """Every reduction of a dtype gives the same bits directly and staged: in place, not in place, async, with uneven blocks."""
+def both_ways(comm, name, ops):
+    """Reductions of a dtype give the same bits directly and staged: in place, not in place, async, with uneven blocks."""
     dtype = BY_NAME[name]
     count = (direct.LEAST + ODD) // dtype.itemsize + comm.size
     mine = some(dtype, count, comm.rank)
     counts = [count // comm.size + (7 if r == 0 else 0) for r in range(comm.size)]
     counts[-1] += count - sum(counts)
-    for op in reductions(dtype):
-        how = premul_sum(3) if str(op) == "premul_sum" else str(op)
+    for op in ops:
+        how = premul_sum(3) if op == "premul_sum" else op
 
         def results():
             x, y, z, out, root = mine.copy(), mine.copy(), mine.copy(), np.empty_like(mine), mine.copy()
@@ -103,9 +103,13 @@ def ranks(request):
         yield world
 
 
-@pytest.mark.parametrize("name", [dtype.name for dtype in DTYPES])
-def test_both_ways_give_the_same_bits(ranks, name):
-    ranks.run(both_ways, name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_ways_give_the_same_bits(ranks, dtype):
+    """Every dtype with all of its reductions on two and three ranks; with one reduction on four, which reduce like three."""
+    ops = [str(op) for op in reductions(dtype)]
+    if ranks.size > 3:
+        ops = ops[dtype.code % len(ops) :][:1]
+    ranks.run(both_ways, dtype.name, ops)
 
 
 def choices(comm):

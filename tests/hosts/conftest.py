@@ -42,9 +42,15 @@ class TwoHosts(Hosts):
             for rank, (side, variables) in enumerate(zip(sides, each, strict=True))
         ]
 
-    def fork(self, side, *arguments, env):
-        """Start `ranks.py` on a host; further arguments as for `begin`."""
-        self._begun.append(Forked(self.place(side), RANKS, *arguments, env=self.variables(env)))
+    def start_command(self, *arguments, sides=(0, 1), env=MappingProxyType({})):
+        """As `start`, but the ranks call `xvcomm` with these arguments."""
+        each = self.ranks(len(sides), env)
+        command = Path(sys.executable).with_name("xvcomm")
+        return [self.fork(side, *arguments, env=rank, program=command) for side, rank in zip(sides, each, strict=True)]
+
+    def fork(self, side, *arguments, env=MappingProxyType({}), program=RANKS):
+        """Start `ranks.py`, or another program in Python, on a host; further arguments as for `begin`."""
+        self._begun.append(Forked(self.place(side), program, *arguments, env=self.variables(env)))
         return self._begun[-1]
 
     def run(self, *arguments, **options):

@@ -5,10 +5,8 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +42,7 @@ def reach(hosts, *options, code=0, **job):
 
 def doctor(hosts, *options, code=0, **job):
     """What `xvcomm doctor` prints as the ranks of a job; `code` is its exit code on rank 0."""
-    ranks = hosts.start_ranks(Path(sys.executable).with_name("xvcomm"), "doctor", *options, **job)
+    ranks = hosts.start_command("doctor", *options, **job)
     first, *others = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [code, *(0 for _ in others)], (first, others)
     return first[first.index("{") :] if "--json" in options else first
@@ -214,8 +212,8 @@ def test_mtus_differ(two_hosts):
 @pytest.mark.parametrize("two_hosts", [{"rate": ["400mbit", "100mbit"]}], indirect=True)
 def test_topology(two_hosts, tmp_path):
     """`xvcomm topo` measures each interface of both hosts: one is four times as fast as the other."""
-    xvcomm, file = Path(sys.executable).with_name("xvcomm"), tmp_path / "topo.json"
-    ranks = two_hosts.start_ranks(xvcomm, "topo", "--seconds", "1", "--out", file, sides=(0, 0, 1, 1))
+    file = tmp_path / "topo.json"
+    ranks = two_hosts.start_command("topo", "--seconds", "1", "--out", file, sides=(0, 0, 1, 1))
     first, *others = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4 and not any(others), (first, others)
     assert "host a\n  rank 0  island host  host\n" in first and "a to b: 0.0" in first

@@ -32,7 +32,7 @@ def told(text):
 
 def test_explicit_arguments(two_hosts):
     """Also the store's address on the second network."""
-    texts = two_hosts.outputs([two_hosts.begin(side, sys.executable, RANKS, "explicit", side) for side in range(2)])
+    texts = two_hosts.outputs([two_hosts.fork(side, "explicit", side) for side in range(2)])
     assert [told(text)[:2] for text in texts] == [[0, "a"], [1, "b"]]
 
 
@@ -42,10 +42,7 @@ def test_srun(two_hosts):
         "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
         "SLURM_STEP_NODELIST": "a,b", "SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1",
     }  # fmt: skip
-    ranks = [
-        two_hosts.begin(side, sys.executable, RANKS, "told", env={**step, "SLURM_PROCID": str(side)})
-        for side in range(2)
-    ]
+    ranks = [two_hosts.fork(side, "told", env={**step, "SLURM_PROCID": str(side)}) for side in range(2)]
     assert [told(text)[:2] for text in two_hosts.outputs(ranks)] == [[0, "a"], [1, "b"]]
 
 
