@@ -93,10 +93,17 @@ def stuck(comm):
 
 
 def await_cut():
-    """Wait until all links are cut."""
-    print("begun", flush=True)
-    while any(state.isup for name, state in psutil.net_if_stats().items() if name != "lo"):
+    """Wait until all links are cut. The system tells only some time after a link was made that it is up."""
+    while not all(links()):
         time.sleep(0.01)
+    print("begun", flush=True)
+    while any(links()):
+        time.sleep(0.01)
+
+
+def links():
+    """Whether each interface to a link is up."""
+    return [state.isup for name, state in psutil.net_if_stats().items() if name.startswith("v")]
 
 
 def forsaken(comm):
