@@ -7,7 +7,8 @@ import sys
 
 from xvcomm.testing.servers import PATH
 
-sys.path[:] = os.environ.pop(PATH).split(os.pathsep)
+if PATH in os.environ:
+    sys.path[:] = os.environ.pop(PATH).split(os.pathsep)
 
 from xvcomm.engine.session import plugins  # noqa: E402
 
