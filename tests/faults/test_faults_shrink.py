@@ -59,6 +59,8 @@ def phase(comm, name, victims):
             time.sleep(SOON)
         work = comm.irecv(np.ones(3), victim)
         losing(work.wait)
+    if doomed:  # by the other victim's death it may have come here before its own
+        time.sleep(SOON)
 
 
 def survive(comm, name, *victims):
