@@ -10,7 +10,7 @@ from xvcomm.testing.servers import PATH
 if PATH in os.environ:
     sys.path[:] = os.environ.pop(PATH).split(os.pathsep)
 
-from xvcomm.engine.session import plugins  # noqa: E402
+from xvcomm.engine.session import plugins
 
 for group in (plugins.BACKENDS, plugins.TRANSPORTS, plugins.CARDS):
     plugins.installed(group)
