@@ -27,6 +27,7 @@ from xvcomm.jit.atomics import (
     load_acquire,
     monotonic,
     relax,
+    rest,
     store,
     store_release,
     stream_bytes,
@@ -72,6 +73,7 @@ class Kind(enum.IntEnum):
 MAX_STREAMS = 4
 _LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
+_ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
 
 ROW = np.dtype([
     ("kind", "i8"),
@@ -353,8 +355,7 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
 @register_jitable
 def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int, carrier: int) -> int:
     """See `drive_all`; carries frames between hosts meanwhile, if `carrier` is set."""
-    idle = slept = 0
-    began = monotonic() if carrier != 0 else 0
+    idle = slept = rounds = began = 0
     while True:
         open_rows, progress, finished = 0, False, False
         for i in range(count):
@@ -373,14 +374,21 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
             return SOME
         if carrier != 0:
             progress = call_3(_carrier_at(carrier).progress, carrier, 0, 0) != 0 or progress
-        if carrier != 0 and budget > 0 and monotonic() - began > budget:
-            return PENDING  # a network may bring a little all the time: deadlines and signals must not wait for the end
+            rounds += 1
+            if rounds % _ROUNDS == 0:
+                now = monotonic()
+                began = began if began != 0 else now
+                if now - began > budget:
+                    return PENDING  # a network may bring a little all the time: deadlines and signals must not wait for the end
         if progress:
             idle = slept = 0
             continue
-        if slept > budget:
+        if carrier != 0:
+            rest(idle, spins)
+        elif slept > budget:
             return PENDING
-        slept += relax(idle, spins)
+        else:
+            slept += relax(idle, spins)
         idle += 1
 
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.message_mover import HELD_BYTES, HostMessageMover
 from xvcomm.config import Config
-from xvcomm.memory.ring import LEDGER, Message, Reason, RingEnd, RingLayout
+from xvcomm.memory.ring import CARRIER, LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.format import Record, State, last_record, region_bytes
@@ -210,3 +211,22 @@ def test_an_interrupt_behind_a_message(ring: tuple[Side, Side]) -> None:
     assert message_mover.advance()  # what `finish` does up to where an interrupt may come
     assert not message_mover.discard()
     assert sink.last().state == State.DONE and sink.end.finished() == (1, True)
+
+
+def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side]) -> None:
+    """A call that carries returns after its budget nevertheless, and says when it begins and ends to wait."""
+    (_, sink), said, until = ring, [], monotonic() + 60
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
+    def progress(carrier: int, drivers: int, unused: int) -> int:
+        said.append(drivers)
+        return int(monotonic() < until)
+
+    record = np.zeros(1, CARRIER)
+    record["progress"] = ctypes.cast(progress, ctypes.c_void_p).value
+    sink.end.carrier = record.ctypes.data
+    message_mover = sink.another()
+    assert not sink.begin(np.empty(8, np.uint8), message_mover=message_mover)
+    assert not message_mover.advance(1_000_000)
+    assert monotonic() < until
+    assert said == [1, *[0] * (len(said) - 2), -1]

@@ -207,19 +207,27 @@ monotonic = clock(time.CLOCK_MONOTONIC)
 
 
 @register_jitable
-def relax(idle: int, spins: int) -> int:
-    """One step of a wait loop: return at once, then yield the core, then sleep. Returns the nanoseconds spent off the core.
+def rest(idle: int, spins: int) -> None:
+    """One step of a wait loop: return at once, then yield the core, then sleep.
 
     The first `spins` calls return at once. With more ranks than cores, the other side runs only if this one yields. If other
     programs keep the cores busy, a yield may take milliseconds, and a sleep longer than requested.
     """
     if idle < spins:
-        return 0
-    began = monotonic()
+        return
     if idle < spins + 400:
         sched_yield()
     else:
         usleep(min(200, 10 + (idle - spins - 400)))
+
+
+@register_jitable
+def relax(idle: int, spins: int) -> int:
+    """As `rest`; returns the nanoseconds spent off the core."""
+    if idle < spins:
+        return 0
+    began = monotonic()
+    rest(idle, spins)
     return monotonic() - began
 
 
