@@ -12,7 +12,6 @@ from xvcomm.jit.atomics import (
     copy_bytes,
     load,
     load_acquire,
-    monotonic,
     store,
     store_release,
 )
@@ -425,7 +424,6 @@ def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
             news = news or result
     if total > 0:
         rail.received += total
-        rail.heard = monotonic()
         if news != 0:
             store_release(address_of(carrier, "has_news"), 1)
     return total

@@ -311,6 +311,7 @@ class Link:
         received = sum(carrier.rails[index].received for index in self.rails)
         if received != self._received:
             self._received, self._heard = received, now
+        self.paths.look()
         for index, rail in self.rails.items():
             record = carrier.rails[index]
             acknowledged, waiting = rail.progress(record.sent)

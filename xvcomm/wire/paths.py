@@ -22,6 +22,7 @@ class Path:
     """Of rails with the same scheme and ends, one after another.
 
     Attributes:
+        heard: when the newest one came up, or was last seen to have received more; and how many bytes it had `got` then.
         lost: when the newest one was lost; None while it is up.
         sent, received: bytes of those that are lost.
         losses: how many are.
@@ -30,12 +31,13 @@ class Path:
 
     scheme: str
     ends: Ends
-    since: float
+    heard: float
     record: Any = None
     lost: float | None = None
     sent: int = 0
     received: int = 0
     losses: int = 0
+    got: int = 0
 
     def __str__(self) -> str:
         local, remote, number = self.ends
@@ -49,6 +51,12 @@ class Path:
             (self.sent, self.received) if record is None else (self.sent + record.sent, self.received + record.received)
         )
 
+    def look(self, now: float) -> None:
+        """See `Paths.look`."""
+        record = self.record
+        if record is not None and record.received != self.got:
+            self.got, self.heard = record.received, now
+
     def state(self, waits: float) -> str:
         """In words.
 
@@ -59,7 +67,8 @@ class Path:
         if self.record is None:
             how = f"lost {now - (self.lost or now):.1f} s ago"
         else:
-            heard = now - max(self.since, self.record.heard / 1e9)
+            self.look(now)
+            heard = now - self.heard
             how = f"up, nothing heard for {heard:.1f} s" if heard > _SILENT_SECONDS else "up"
             how += f", nothing acknowledged for {now - waits:.1f} s" if waits < now - _SILENT_SECONDS else ""
         return f"{self} {how}, {sent} bytes sent, {received} received"
@@ -82,7 +91,7 @@ class Paths:
     def begin(self, number: int, record: Any) -> None:
         """A rail is up."""
         path = self._all[number - 1]
-        path.record, path.since, path.lost = record, time.monotonic(), None
+        path.record, path.heard, path.lost, path.got = record, time.monotonic(), None, record.received
 
     def end(self, number: int, record: Any) -> None:
         """A rail is lost, which may have been replaced already; its record still has its numbers."""
@@ -91,6 +100,12 @@ class Paths:
         path.losses += 1
         if path.record is record:
             path.record, path.lost = None, time.monotonic()
+
+    def look(self) -> None:
+        """Note over which something has come since the last call. To be called several times a second."""
+        now = time.monotonic()
+        for path in self._all:
+            path.look(now)
 
     def name(self, number: int) -> str:
         """Of a path, for the user."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xvcomm.jit.atomics import copy_bytes, load, monotonic, store, store_release
+from xvcomm.jit.atomics import copy_bytes, load, store, store_release
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
@@ -214,7 +214,6 @@ def take_frames(carrier: Any, rail: Any, rail_index: int) -> int:
         total += HEADER + frame.length
     if total > 0:
         rail.received += total
-        rail.heard = monotonic()
         if news != 0:
             store_release(address_of(carrier, "has_news"), 1)
         offer(queue, rdma.handled + BUFFERS - queue.offered)

@@ -87,7 +87,6 @@ RAIL = np.dtype([
     ("about", "i8"),
     ("first", "i8"),
     ("last", "i8"),
-    ("heard", "i8"),  # time of the newest bytes received
     ("sent", "i8"),  # bytes since the rail came up
     ("received", "i8"),
     # the frame that is being sent
