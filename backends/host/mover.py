@@ -383,10 +383,10 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
         if progress:
             idle = slept = 0
             continue
+        if slept > budget:
+            return PENDING
         if carrier != 0:
             rest(idle, spins)
-        elif slept > budget:
-            return PENDING
         else:
             slept += relax(idle, spins)
         idle += 1
