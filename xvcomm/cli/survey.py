@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from xvcomm.comm.communicator import Communicator
 
 NET = Path("/sys/class/net")
-_NBYTES, _BURST = 1 << 20, 16
-"""Size of the messages that are timed, and how many go before the receiver is told whether more come."""
+_NBYTES = 16 << 20
+"""Size of the messages that are timed: large ones, since a slow connection carries little of others."""
 _MEET_SECONDS = 1.0
 """How long a pair of hosts sends before it is measured: connections come up meanwhile."""
 
@@ -150,8 +150,7 @@ def _send(comm: Communicator, other: int, seconds: float) -> float:
     begin = time.monotonic()
     while time.monotonic() < begin + seconds:
         comm.send(more, other)
-        for _ in range(_BURST):
-            comm.send(data, other)
+        comm.send(data, other)
     comm.send(np.zeros(1, np.uint8), other)
     comm.recv(more, other)
     return time.monotonic() - begin
@@ -161,6 +160,5 @@ def _receive(comm: Communicator, other: int) -> None:
     """Receive until the other side says that nothing more comes."""
     data, more = np.empty(_NBYTES, np.uint8), np.empty(1, np.uint8)
     while comm.recv(more, other)[0]:
-        for _ in range(_BURST):
-            comm.recv(data, other)
+        comm.recv(data, other)
     comm.send(more, other)

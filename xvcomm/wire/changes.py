@@ -38,12 +38,24 @@ FULL, FULL_LINK = -1, -2
 
 
 @register_jitable
+def _forget_socket(link: Any, address: int) -> None:
+    """Take a rail out of those that are up."""
+    for i in range(link.socket_count):
+        if link.sockets[i] == address:
+            link.socket_count -= 1
+            link.sockets[i] = link.sockets[link.socket_count]
+            return
+
+
+@register_jitable
 def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
     """Take a rail out of use, and let what it carried go over others; the other side drops what it had received."""
     rail.state, rail.error, rail.out, rail.slot_left = DOWN, why, 0, 0
     link = link_at(load(carrier.links + 8 * rail.link))
     if rail.rdma != 0:
         link.rdma_rails -= 1
+    else:
+        _forget_socket(link, address_of(rail, "lock"))
     for i in range(link.wire_count):
         wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
         if wire.ring == 0:
@@ -94,8 +106,12 @@ def _use(address: int, index: int) -> int:
     carrier = carrier_at(address)
     lock(carrier)
     rail = rail_at(load(carrier.rails + 8 * index))
+    link = link_at(load(carrier.links + 8 * rail.link))
     if rail.rdma != 0:
-        link_at(load(carrier.links + 8 * rail.link)).rdma_rails += 1
+        link.rdma_rails += 1
+    elif link.socket_count < MAX_RAILS:  # Python may have made some more, which are not compared
+        link.sockets[link.socket_count] = address_of(rail, "lock")
+        link.socket_count += 1
     rail.state = UP
     unlock(carrier)
     return 0

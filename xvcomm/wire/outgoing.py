@@ -1,7 +1,8 @@
 """Compiled code that chooses what a rail sends next, and sends it.
 
-A rail takes the next frame whenever it has room, so faster rails carry more. A slot stays in the ring until the consumer's
-credit has come, and remembers its rail: if that is lost, the slot goes over another one.
+A rail takes the next frame whenever it has room, so faster rails carry more; but a socket leaves a slot to another one that would
+deliver it sooner, see `delivery`. A slot stays in the ring until the consumer's credit has come, and remembers its rail: if that
+is lost, the slot goes over another one.
 
 Where a link has rails of RDMA, these carry the wires' frames, and sockets only the slots of rings that no device may write to. A
 WRITE that was posted may change its slot on the other side until it has ended: as long as it flies, no rail sends to that slot.
@@ -27,6 +28,7 @@ from xvcomm.memory.ring import (
     part_bytes,
 )
 from xvcomm.trace.recorder import quote
+from xvcomm.wire.delivery import another_is_sooner, look
 from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
@@ -252,15 +254,21 @@ def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
     """Whether a slot can be sent: its data is there. That of a message which goes from its array needs only a place."""
     if array == 0:
         return load_acquire(head_of(wire, lane)) > number
-    if number - load_acquire(tail_of(wire, lane)) >= wire.geometry.slots:
-        return False
-    store_release(head_of(wire, lane), number + 1)
-    return True
+    return number - load_acquire(tail_of(wire, lane)) < wire.geometry.slots
 
 
 @register_jitable
-def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
-    """Send the next slot that the producer has filled; False if there is none, or the ring has stopped."""
+def _leaves(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
+    """Whether a rail leaves a slot to another one that would deliver it sooner; see `another_is_sooner`."""
+    if link.socket_count < 2 or link.rdma_rails > 0:
+        return False
+    rail.left = 1 if another_is_sooner(link, rail, nbytes, rest) else 0
+    return bool(rail.left != 0)
+
+
+@register_jitable
+def _send_data(rail: Any, rail_index: int, link: Any, wire: Any) -> bool:
+    """Send the next slot that the producer has filled; False if there is none for this rail, or the ring has stopped."""
     if wire.stop != UNTOLD:
         return False
     if wire.again != 0 and _send_again(rail, rail_index, wire):
@@ -282,11 +290,17 @@ def _send_data(rail: Any, rail_index: int, wire: Any) -> bool:
             complete = False
             place = lane * ring.slots + number % ring.slots
             if not _flies(wire, place) and _filled(wire, entry.offer, lane, number):
-                data = entry.offer + offset if entry.offer != 0 else wire.slots + place * ring.slot_bytes
+                length = min(chunk, high - offset)
+                if _leaves(link, rail, length, used * min(high - offset, ring.slots * chunk // 2)):
+                    return False
+                data = wire.slots + place * ring.slot_bytes
+                if entry.offer != 0:
+                    data = entry.offer + offset
+                    store_release(head_of(wire, lane), number + 1)
                 store(wire.sources + 8 * place, data)
                 frame = frame_at(wire.frames, place)
                 frame.kind, frame.wire, frame.lane, frame.slot, frame.number = _SLOT, wire.there, lane, number, offset
-                frame.length = min(chunk, high - offset)
+                frame.length = length
                 frame.entry.number, frame.entry.message = entry.number, entry.message
                 wire.sent[lane] = number + 1
                 _send_slot(rail, rail_index, wire, lane, number)
@@ -326,7 +340,7 @@ def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, place: int, idl
     if wire.there < 0 or wire.producer == 0 or not _carries(link, rail, wire):
         return False
     rail.out_wire = place
-    return _send_data(rail, rail_index, wire)
+    return _send_data(rail, rail_index, link, wire)
 
 
 @register_jitable
@@ -351,19 +365,22 @@ def _send_failed(rail: Any, link: Any) -> None:
 
 @register_jitable
 def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
-    """Let a rail send its next frame; False if there is none."""
+    """Let a rail send its next frame; False if there is none for it."""
+    rail.left = 0
     if rail.pong != 0:
         _control(rail, _PONG, 0, rail.pong, 0)
         rail.pong = 0
         return True
+    link = link_at(load(carrier.links + 8 * rail.link))
     if rail.ping != 0:
+        if link.socket_count > 1 and rail.rdma == 0:
+            look(rail)
         _control(rail, _PING, 0, rail.ping, 0)
         rail.ping = 0
         return True
     if rail.asked != 0 and carrier.recorder != 0:
         _send_tell(rail, carrier.recorder)
         return True
-    link = link_at(load(carrier.links + 8 * rail.link))
     if link.ask != 0:
         frame = _control(rail, _ASK, 0, link.ask, 0)
         frame.slot, frame.lane, frame.wire, link.ask = link.wanted, link.topic, link.about, 0
@@ -407,6 +424,8 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
         end_copy(carrier, rail)
         if sent == BLOCKED:
             rail.blocked = 1
+            if link_at(load(carrier.links + 8 * rail.link)).socket_count > 1:
+                look(rail)
             return total
         if sent < 0:
             return sent

@@ -24,6 +24,25 @@ UNUSED, UP, DOWN = 0, 1, 2
 POLLED = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
 """struct pollfd."""
 
+TOLD_BY_KERNEL = np.dtype([
+    ("flags", "u1", 8),
+    ("counts", "u4", 15),
+    ("round_trip", "u4"),  # microseconds that acknowledgements have taken of late
+    ("windows", "u4", 8),
+    ("pacing", "u8", 2),
+    ("acknowledged", "i8"),  # bytes
+    ("received", "u8"),
+    ("segments", "u4", 2),
+    ("unsent", "u4"),  # bytes that wait for the connection
+    ("least_round_trip", "u4"),  # of the last minutes
+    ("arrived", "u4", 2),
+    ("times", "u8", 4),
+    ("delivered", "u4", 2),
+    ("sent", "i8"),  # bytes, and how many of these were repeated
+    ("repeated", "i8"),
+])  # fmt: skip
+"""The beginning of Linux' struct tcp_info."""
+
 TLS = np.dtype([(name, "i8") for name in ("read", "write", "get_error", "clear_error")])
 """Addresses of OpenSSL's functions."""
 
@@ -89,6 +108,16 @@ RAIL = np.dtype([
     ("last", "i8"),
     ("sent", "i8"),  # bytes since the rail came up
     ("received", "i8"),
+    # how fast it is, see `delivery`
+    ("told", TOLD_BY_KERNEL),
+    ("told_bytes", "i8"),
+    ("looked", "i8"),  # when the kernel has told that; what was sent until then, and not acknowledged
+    ("sent_then", "i8"),
+    ("queued", "i8"),
+    ("rate", "f8"),  # bytes a nanosecond while the connection was full; 0: it was not yet
+    ("full_since", "i8"),  # 0: it is not; bytes acknowledged then
+    ("acknowledged", "i8"),
+    ("left", "i8"),  # whether it has left a slot to another rail, when it was looked at last
     # the frame that is being sent
     ("out", "i8"),  # address of its header; 0: none
     ("out_data", "i8"),
@@ -124,6 +153,8 @@ LINK = np.dtype([
     ("about", "i8"),
     ("wanted", "i8"),
     ("rdma_rails", "i8"),  # how many rails of RDMA are up
+    ("sockets", "i8", MAX_RAILS),  # addresses of the other rails that are up, and how many there are
+    ("socket_count", "i8"),
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
     ("failed_count", "i8"),
 ])  # fmt: skip

@@ -15,18 +15,22 @@ from xvcomm.jit.atomics import copy_bytes
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at
-from xvcomm.wire.records import POLLED, tls_at
+from xvcomm.wire.records import POLLED, TOLD_BY_KERNEL, tls_at
 
 _sendmsg = types.ExternalFunction("sendmsg", types.intp(types.int32, types.intp, types.int32))
 _recv = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.intp, types.int32))
 _ppoll = types.ExternalFunction("ppoll", types.int32(types.intp, types.intp, types.intp, types.intp))
 _read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.intp))
 _write = types.ExternalFunction("write", types.intp(types.int32, types.intp, types.intp))
+_getsockopt = types.ExternalFunction(
+    "getsockopt", types.int32(types.int32, types.int32, types.int32, types.intp, types.intp)
+)
 _errno_location = types.ExternalFunction("__errno_location", types.intp())
 
 _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _AGAIN, _INTERRUPTED = errno.EAGAIN, errno.EINTR
 POLLIN, POLLOUT = 1, 4
+_TCP, _TCP_INFO, _TOLD_BYTES = socket.IPPROTO_TCP, socket.TCP_INFO, TOLD_BY_KERNEL.itemsize
 
 polled_at = compiled_at(POLLED)
 
@@ -122,6 +126,15 @@ def receive(rail: Any, data: int, nbytes: int) -> Any:
     if received > 0:
         return received
     return CLOSED if received == 0 else _failure()
+
+
+@register_jitable
+def ask_kernel(rail: Any) -> bool:
+    """Fill `rail.told`; False if the system does not tell as much."""
+    rail.told_bytes = _TOLD_BYTES
+    length = address_of(rail, "told_bytes")
+    failed = _getsockopt(rail.fd, _TCP, _TCP_INFO, address_of(rail, "told"), length)
+    return bool(failed == 0 and rail.told_bytes == _TOLD_BYTES)
 
 
 @register_jitable
