@@ -5,9 +5,9 @@ keeps the halves equal.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -36,16 +36,7 @@ _PATIENCE = 2.0
 """Seconds for which an address is waited for that a rank may never publish."""
 
 
-class _Made(msgspec.Struct, frozen=True, array_like=True):
-    """What the end that comes first tells the other: a name that no other ring of the job has, and the layout."""
-
-    name: int
-    lanes: int
-    slots: int
-    slot_bytes: int
-
-
-_decode_place, _decode_made = msgspec.msgpack.Decoder(Place).decode, msgspec.msgpack.Decoder(_Made).decode
+_decode_place = msgspec.msgpack.Decoder(Place).decode
 
 
 class TcpTransport(Transport):
@@ -59,7 +50,7 @@ class TcpTransport(Transport):
         self._config = config
         self.network: Network | None = None
         self._cards: Cards | None = None
-        self._publish: Callable[[], None] = lambda: None
+        self._announce: Callable[[], None] = lambda: None
         self._patience = config.timeout
 
     @classmethod
@@ -76,10 +67,7 @@ class TcpTransport(Transport):
         from xvcomm.wire.tls import Tls
 
         config, store = self._config, PrefixStore("tcp", membership.store)
-        deadline = Deadline.after(config.timeout)
-        if membership.rank == 0:
-            store.set("key", secrets.token_bytes(32), deadline)
-        key = hmac.digest((config.secret or "").encode(errors="surrogateescape"), store.get("key", deadline), "sha256")
+        key = hmac.digest((config.secret or "").encode(errors="surrogateescape"), membership.key, "sha256")
         listeners, mine = interfaces.listen(config)
         threads = _threads(config, membership.neighbours)
 
@@ -97,8 +85,9 @@ class TcpTransport(Transport):
             if self._cards is not None:
                 mine = mine.with_rdma(self._cards.reaches, self._cards.ports())
             place = msgspec.msgpack.encode(mine)
-            self._publish = lambda: store.set(f"place/{membership.rank}", place, Deadline.after(config.timeout))
-            self._publish()
+            mine_there = f"place/{membership.rank}"
+            self._announce = lambda: store.set(mine_there, place, Deadline.after(config.timeout))
+            store.publish(mine_there, place, Deadline.after(config.timeout))
             self.network = Network(
                 membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
                 threads, Tls() if config.tls else None, membership.lost, membership.left, cards=self._cards,
@@ -112,19 +101,14 @@ class TcpTransport(Transport):
     ) -> RingEnd:  # fmt: skip
         """See `Transport.open_ring`."""
         assert self.network is not None
-        if store.add(name + "/ends", 1, deadline) > 1:
-            made = _decode_made(store.get(name, deadline))
-        else:
-            if not layout.fixed and layout == self._host_layout():
-                layout = RingLayout(1, self._config.wire_slots, self._config.wire_slot_bytes)
-            made = _Made(secrets.randbits(62), layout.lanes, layout.slots, layout.slot_bytes)
-            store.set(name, msgspec.msgpack.encode(made), deadline)
-        half = RingLayout(made.lanes, made.slots, made.slot_bytes, wired=True)
-        return self.network.open_ring(member, made.name, half, deadline, group=group, peer=peer, producer=producer)
+        half = RingLayout(layout.lanes, layout.slots, layout.slot_bytes, wired=True)
+        return self.network.open_ring(
+            member, _number(group, name), half, deadline, group=group, peer=peer, producer=producer
+        )
 
     def announce(self) -> None:
         self._patience = _PATIENCE  # a rank that has ended publishes nothing in the new store
-        self._publish()
+        self._announce()
 
     def leave(self, group: int, word: int) -> None:
         if self.network is not None:
@@ -173,9 +157,6 @@ class TcpTransport(Transport):
     def refused(self) -> int:
         return 0 if self.network is None else self.network.refused
 
-    def _host_layout(self) -> RingLayout:
-        return RingLayout(self._config.ring_lanes, self._config.ring_slots, self._config.ring_slot_bytes)
-
     def close(self) -> None:
         """See `Transport.close`; waits until the others have what was sent to them."""
         if self.network is not None:
@@ -187,6 +168,11 @@ class TcpTransport(Transport):
         if self._cards is not None:
             self._cards.close()
             self._cards = None
+
+
+def _number(group: int, name: str) -> int:
+    """A number of 62 bits that no other ring of the job has."""
+    return int.from_bytes(hashlib.sha256(f"{group} {name}".encode()).digest()[:8], "little") >> 2
 
 
 def _threads(config: Config, neighbours: int) -> int:

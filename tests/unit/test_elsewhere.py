@@ -55,10 +55,38 @@ class SlowStore(MemoryStore, Notices):
         self.coming.put(None)
 
 
+class StuckStore(MemoryStore):
+    """A store that does not answer who wants to follow its notices, before the test lets it, and then fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
+        assert self.go_on.wait(SOON)
+        raise StoreError("lost")
+
+
+def test_a_store_that_cannot_be_followed() -> None:
+    """A rank goes on with its start meanwhile, and learns of it in the end."""
+    store = StuckStore()
+    elsewhere = Elsewhere(store, 0, (0,), None, 1, 10, transport=mock.Mock(), lost=mock.Mock(), told=mock.Mock())
+    elsewhere.look()
+    elsewhere.post(DEPARTURE)
+    assert not elsewhere.tells
+    store.go_on.set()
+    with pytest.raises(StoreError, match="lost"):
+        elsewhere.ready()
+    assert not elsewhere.tells
+    elsewhere.close()
+
+
 def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
     """Rank 0 of two, on a host of its own."""
     given = {"transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
-    return Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, **given)
+    elsewhere = Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, **given)
+    elsewhere.ready()
+    return elsewhere
 
 
 def test_what_gathers_while_the_store_is_slow_goes_out_at_once() -> None:

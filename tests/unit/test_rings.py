@@ -12,6 +12,7 @@ from xvcomm.abc.store import Store
 from xvcomm.abc.transport import Capabilities, Transport, peer_refusal
 from xvcomm.config import Config
 from xvcomm.engine.session.peer_rings import PeerRings
+from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import CHANNELS, Member, Rings, Use
 from xvcomm.memory.ring import Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
@@ -91,6 +92,29 @@ def test_both_ends_know_the_shape(config: dict[str, int], channel: int) -> None:
             n: layout for n, (_, layout, _) in there.opened.items()
         }
         assert all(here.opened[name][2] != there.opened[name][2] for name in here.opened)
+
+
+@pytest.mark.parametrize("use", Use)
+@pytest.mark.parametrize("channel", [0, 1])
+def test_both_ends_know_the_shape_whatever_the_settings_of_each(use: Use, channel: int) -> None:
+    """Also between hosts, where neither finds the other's half in memory: the lower rank's settings count."""
+    far = [Capabilities("own", "far", 0)]
+    settings = [Config(wire_slots=8, ring_slots=4, gpu_ring_lanes=3), Config(wire_slots=32, ring_slots=20)]
+    for kinds, offers in itertools.product((("host", "host"), ("host", "cuda"), ("cuda", "cuda")), (OFFERS, far)):
+        members = [
+            Member(rank, offers, kind, "a", sizes=RingSizes.of(config))
+            for rank, (kind, config) in enumerate(zip(kinds, settings, strict=True))
+        ]
+        found = []
+        for rank, config in enumerate(settings):
+            transport = Recording()
+            ends = Rings(config, "links", 1, MemoryStore(), rank, [transport], PEER_RINGS, members)
+            ends.end(1 - rank, use, NEVER, producer=rank == 0, channel=channel)
+            ends.close()
+            found.append({name: layout for name, (_, layout, _) in transport.opened.items()})
+        assert found[0] == found[1]
+    wire = RingLayout(1, 8, Config().wire_slot_bytes)
+    assert shape(Member(0, far, "host", "a", sizes=RingSizes.of(settings[0])), Member(1, far, "host", "a"), 1) == wire
 
 
 def test_further_channels_have_less_memory() -> None:

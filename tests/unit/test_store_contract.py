@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.abc.store import Add, Decide, Look, Post, PrefixStore, Set, Store
 from xvcomm.errors import DeadlineExceeded
 from xvcomm.rendezvous.store import FileStore, TcpServer, TcpStore
+from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.types.deadline import NEVER, Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
@@ -91,6 +92,43 @@ def test_the_first_caller_decides(opener: Opener) -> None:
     assert len(set(found)) == 1 and found[0] in (b"0", b"1", b"2", b"3")
     assert stores[0].get("d", Deadline.after(SOON)) == PrefixStore("p", stores[1]).decide("d", found[0]) == found[0]
     assert stores[2].decide("d", b"late") == found[0]
+
+
+def test_an_exchange_carries_out_steps_in_order_and_then_waits(opener: Opener) -> None:
+    here, there = (PrefixStore("p", opener()) for _ in range(2))
+    assert here.exchange([]) == ([], [])
+    steps = [
+        Set("k", b"1"), Look("k"), Look("nowhere"), Add("n", 5), Add("n", -2), Decide("d", b"first"), Decide("d", b"late"),
+        Post("place", b"a"), Post("place", b"b"),
+    ]  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(here.exchange, steps, ["late", "place/2"], Deadline.after(SOON))
+        assert there.get("place/2", Deadline.after(SOON)) == b"b"  # the steps are not held back by the wait
+        assert not asked.done()
+        there.set("late", b"x")
+        given, found = asked.result(SOON)
+    assert given == [b"", b"1", b"", b"5", b"3", b"first", b"first", b"1", b"2"] and found == [b"x", b"b"]
+
+
+def test_an_exchange_tells_which_keys_nobody_has_set_in_time(opener: Opener) -> None:
+    store = opener()
+    begun = time.monotonic()
+    given, found = store.exchange([Set("k", b"1")], ["k", "nowhere"], Deadline.after(SOON), patience=0.05)
+    assert time.monotonic() - begun < SOON / 2
+    assert (given, found) == ([b""], [b"1", None])
+    assert store.exchange([], ["nowhere", "k"], Deadline.after(0)) == ([], [None, b"1"])
+
+
+def test_what_is_published_is_there_after_an_exchange(opener: Opener) -> None:
+    store, other = opener(), opener()
+    moving = MovingStore(PrefixStore("p", store), lambda: None)
+    PrefixStore("q", moving).publish("k", b"1")
+    assert PrefixStore("part", moving).exchange([Add("n", 1)]) == ([b"1"], [])
+    assert other.get("p/q/k", Deadline.after(0)) == b"1"
+    assert other.get("p/part/n", Deadline.after(0)) == b"1"
+    store.publish("directly", b"2")
+    store.exchange([])
+    assert other.get("directly", Deadline.after(SOON)) == b"2"
 
 
 def test_prefixes_keep_apart(opener: Opener) -> None:

@@ -74,6 +74,18 @@ def test_two_of_one_number_end_it_for_all() -> None:
         assert str(result).count(f"process {os.getpid()} on") == 2 and "rank 1" in str(result)
 
 
+def test_a_duplicate_does_not_stand_for_a_rank_that_is_missing() -> None:
+    """As many have come as there are ranks, but not all ranks."""
+    for _ in range(5):
+        for result in join(MemoryStore(), [0, 1, 1], 3):
+            assert isinstance(result, ConfigError) and "two processes are rank 1" in str(result)
+
+
+def test_so_many_ranks_that_only_the_last_one_asks_for_all() -> None:
+    everybody = list(range(70))
+    assert join(MemoryStore(), everybody, 70) == [[b"info%d" % rank for rank in everybody]] * 70
+
+
 def test_a_late_duplicate_rank_does_not_affect_others() -> None:
     store = MemoryStore()
     assert join(store, [0, 1], 2) == [[b"info0", b"info1"]] * 2

@@ -12,6 +12,7 @@ import pytest
 from xvcomm.abc.store import PrefixStore
 from xvcomm.errors import StoreError
 from xvcomm.rendezvous.store import MemoryStore, TcpServer, TcpStore
+from xvcomm.testing.signals import await_that
 from xvcomm.types.deadline import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_store_thread_left")
@@ -115,3 +116,16 @@ def test_an_end_wakes_who_follows(server: TcpServer, end: str) -> None:
 
 def test_a_store_that_sees_no_ends_has_no_notices() -> None:
     assert MemoryStore().notices("place", b"") is None
+
+
+def test_a_store_that_is_far_away_has_a_second_connection(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made ahead, since to make it takes several round trips; the notices keep one for themselves."""
+    monkeypatch.setattr("xvcomm.rendezvous.store.tcp._FAR_SECONDS", 0.0)
+    before = len(os.listdir("/proc/self/fd"))
+    store = client(server)
+    await_that(lambda: all(thread.name != "xvcomm-dial" for thread in threading.enumerate()))
+    assert len(os.listdir("/proc/self/fd")) == before + 4  # both ends lie in this process
+    store.notices("place", b"")
+    assert store.add("n", 1) == 1
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+    store.close()

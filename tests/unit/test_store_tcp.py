@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
+from xvcomm.abc.store import Set
 from xvcomm.errors import AuthenticationError, ConfigError, DeadlineExceeded, StoreError
 from xvcomm.rendezvous.store import TcpServer, TcpStore, open_store, protocol
 from xvcomm.rendezvous.store.guarded import GuardedStore
@@ -75,7 +76,7 @@ def test_a_proof_cannot_be_sent_back() -> None:
         b"\0\0\0\x08" + b"\x94\xa6\xff\xfe\xfd\xfc\xfb\xfa",
         b"\0\0\x03\xff" + b"\x91" * 1023,
         b"\0\0\0\x0e" + b"\x94\xa6Answer\x91\xa2\xff\xfe\xa0\x00",
-        protocol.frame(protocol.Set("k", b"not allowed yet")),
+        protocol.frame(protocol.Exchange([Set("k", b"not allowed yet")], [], None)),
         protocol.frame(protocol.Answer(b"short", b"", 0)),
         b"\0\0",
     ],
@@ -410,8 +411,9 @@ def test_empty_secret() -> None:
 
 
 def test_messages_keep_their_shape() -> None:
-    """Ranks of two versions must not misread each other: this is version 2."""
-    assert msgspec.msgpack.decode(protocol.frame(protocol.Set("k", b"v"))[4:]) == ["Set", "k", b"v"]
+    """Ranks of two versions must not misread each other: this is version 3."""
+    request = protocol.Exchange([Set("k", b"v")], ["l"], None)
+    assert msgspec.msgpack.decode(protocol.frame(request)[4:]) == ["Exchange", [["Set", "k", b"v"]], ["l"], None]
     assert msgspec.msgpack.decode(protocol.frame(protocol.Get("k", None))[4:]) == ["Get", "k", None]
     with pytest.raises(protocol.Malformed):
         protocol.decode_request(protocol.frame(protocol.Done())[4:])

@@ -61,7 +61,7 @@ def joined(tmp_path: Path) -> Iterator[Any]:
             asked.append(what)
             return cards
 
-        transport.join(Membership(0, 1, 1, store, lambda *_: None, lambda _: None, None, opens))
+        transport.join(Membership(0, 1, 1, store, b"key", lambda *_: None, lambda _: None, None, opens))
         data = PrefixStore("tcp", store).get("place/0", Deadline.after(0))
         return transport, asked, msgspec.msgpack.decode(data, type=Place)
 

@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 
+import msgspec
+
 from xvcomm.errors import DeadlineExceeded, StoreError
 from xvcomm.types.deadline import NEVER, Deadline
 
@@ -15,6 +17,49 @@ ANSWER_SECONDS = 30.0
 
 class NotSet(DeadlineExceeded):
     """Nobody set a key in time; the store itself did answer. Callers that know who should have set it name that rank."""
+
+
+class _Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What `Store.exchange` does with a key."""
+
+    key: str
+
+
+class Set(_Step, frozen=True):
+    """See `Store.set`; gives nothing."""
+
+    value: bytes
+
+
+class Look(_Step, frozen=True):
+    """Gives the value of the key, nothing if it is not set."""
+
+
+class Add(_Step, frozen=True):
+    """See `Store.add`; gives the decimal digits of the sum."""
+
+    amount: int
+
+
+class Decide(_Step, frozen=True):
+    """See `Store.decide`; gives what is stored."""
+
+    value: bytes
+
+
+class DecideAtEnd(_Step, frozen=True):
+    """See `Store.decide_at_end`; gives nothing if the store does not notice that a process ends."""
+
+    value: bytes
+
+
+class Post(_Step, frozen=True):
+    """Add 1 to the integer under `key`, and store `value` under `key/SUM`; gives the decimal digits of the sum."""
+
+    value: bytes
+
+
+Step = Set | Look | Add | Decide | DecideAtEnd | Post
 
 
 class Notices(ABC):
@@ -144,6 +189,57 @@ class Store(ABC):
         self.set(key, value, deadline)
         return value
 
+    def exchange(
+        self, steps: Sequence[Step], keys: Sequence[str] = (), deadline: Deadline = NEVER, patience: float = math.inf
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        """Carry out steps one after the other, and then wait for keys: by one request, if the store is one that is asked.
+
+        Args:
+            patience: for how many seconds the keys are waited for at most.
+
+        Returns:
+            What each step gives, and the value of each key; None for those that nobody has set in time.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        given, until = [self._carry_out(step, deadline) for step in steps], Deadline.after(deadline.sooner(patience))
+        return given, [self._awaited(key, until) for key in keys]
+
+    def _carry_out(self, step: Step, deadline: Deadline) -> bytes:
+        match step:
+            case Set(key, value):
+                self.set(key, value, deadline)
+            case Look(key):
+                return self._awaited(key, Deadline.after(0)) or b""
+            case Add(key, amount):
+                return b"%d" % self.add(key, amount, deadline)
+            case Decide(key, value):
+                return self.decide(key, value, deadline)
+            case DecideAtEnd(key, value):
+                return b"noticed" if self.decide_at_end(key, value) else b""
+            case Post(key, value):
+                number = self.add(key, 1, deadline)
+                self.set(f"{key}/{number}", value, deadline)
+                return b"%d" % number
+        return b""
+
+    def _awaited(self, key: str, deadline: Deadline) -> bytes | None:
+        try:
+            return self.get(key, deadline)
+        except NotSet:
+            return None
+
+    def publish(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        """`set`, but perhaps only with the next `exchange` of this process, which must follow.
+
+        Raises:
+            DeadlineExceeded: the store did not answer in time.
+            StoreError: the store cannot be reached.
+        """
+        self.set(key, value, deadline)
+
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         """Follow the notices in `place`, where the store posts `will` once this process ends without `Notices.leave`.
 
@@ -242,6 +338,15 @@ class ForwardingStore(Store):
 
     def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
         return self._store.decide(self._key(key), value, deadline)
+
+    def exchange(
+        self, steps: Sequence[Step], keys: Sequence[str] = (), deadline: Deadline = NEVER, patience: float = math.inf
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        named = [msgspec.structs.replace(step, key=self._key(step.key)) for step in steps]
+        return self._store.exchange(named, [self._key(key) for key in keys], deadline, patience)
+
+    def publish(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        self._store.publish(self._key(key), value, deadline)
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
         return self._store.notices(self._key(place), will, silence, patience)

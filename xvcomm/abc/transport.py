@@ -150,6 +150,10 @@ def peer_refusal(ours: PeerMemory | None, theirs: PeerMemory | None) -> str:
     return ""
 
 
+KEY_BYTES = 32
+"""Length of `Membership.key`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """What a transport is told of the job once all ranks have joined. Ranks are numbers of the whole job.
@@ -159,6 +163,7 @@ class Membership:
         size: of the job.
         neighbours: how many of its ranks are on this host, including this one.
         store: for what its ranks must tell each other.
+        key: random bytes that all ranks of the job have, and others only if they read the job's store.
         lost: call it when a rank cannot be reached any more, with the reason.
         left: call it when a rank has left the job in good order.
         device: of this rank; None where no ring is opened.
@@ -170,6 +175,7 @@ class Membership:
     size: int
     neighbours: int
     store: Store
+    key: bytes
     lost: Callable[[int, str], None]
     left: Callable[[int], None]
     device: Device | None
@@ -213,7 +219,7 @@ class Transport(ABC):
         Args:
             name: equal on both ranks, used once.
             peer, member: rank at the other end, in the communicator and in the whole job.
-            layout: for a ring that this call makes, or what its `smaller` gives if memory is short; else the maker's counts.
+            layout: equal on both ranks; who makes the ring may take what its `smaller` gives if memory is short.
             store: where the two ends find each other.
             deadline: for what was begun on the other side to be finished.
             producer: which end.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xvcomm.abc.store import PrefixStore, Store
-from xvcomm.abc.transport import Membership, PairTrial, Transport
+from xvcomm.abc.transport import KEY_BYTES, Membership, PairTrial, Transport
 from xvcomm.cli import queue_pairs
 from xvcomm.cli.queue_pairs import QueuePairs
 from xvcomm.comm.init import rendezvous
@@ -36,10 +37,11 @@ _LISTED = 64
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a rank is: what identifies its host, and the host's name."""
+    """Where a rank is: what identifies its host, and the host's name; and a key, of which rank 0's is for all."""
 
     host: str
     name: str
+    key: bytes
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -106,12 +108,13 @@ def find(
     store: Store, rank: int, size: int, config: Config, env: Mapping[str, str], deadline: Deadline
 ) -> Reach | None:  # fmt: skip
     """Try the routes together with the other ranks; rank 0 gets the result."""
-    place = _Place(host_identity(config.shm_dir, config.host), config.host or socket.gethostname())
+    name = config.host or socket.gethostname()
+    place = _Place(host_identity(config.shm_dir, config.host), name, secrets.token_bytes(KEY_BYTES))
     store.set(f"place/{rank}", msgspec.msgpack.encode(place), deadline)
     places = [msgspec.msgpack.decode(store.get(f"place/{r}", deadline), type=_Place) for r in range(size)]
     neighbours = sum(other.host == place.host for other in places)
     membership = Membership(
-        rank, size, neighbours, store, lambda rank, why: None, lambda rank: None, None, plugins.cards
+        rank, size, neighbours, store, places[0].key, lambda rank, why: None, lambda rank: None, None, plugins.cards
     )
     with contextlib.ExitStack() as cleanup:
         ways, pairs = [], []

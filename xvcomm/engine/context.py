@@ -100,6 +100,7 @@ class Context:
                 making.assemble(
                     session.rank, ranks, deadline, lambda: [ranks[r] for r in sorted(self.lifecycle.departed)]
                 )
+                session.complete()
         except BaseException:
             self.lifecycle.close()
             raise
@@ -111,7 +112,7 @@ class Context:
         if self.rank == here[0]:
             segment = Segment.create(config.shm_dir, self.session.job + self._part, ContractCheck.size(len(here)))
             with segment.named():
-                store.set(key, segment.name.encode(), deadline)
+                store.publish(key, segment.name.encode(), deadline)
         else:
             segment = attach(self.session, store, key, self.ranks[here[0]], deadline)
         contract = ContractCheck(segment, here, self.rank, self.recorder, self.ident)

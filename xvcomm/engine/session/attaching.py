@@ -57,11 +57,14 @@ def attach(session: Session, place: GuardedStore, key: str, maker: int, deadline
 @contextlib.contextmanager
 def share_journal(
     session: Session, place: GuardedStore, processes: Sequence[str], deadline: Deadline
-) -> Iterator[None]:
+) -> Iterator[Segment]:
     """Open the host's flight recorders, in one segment of shared memory that its lowest rank creates.
 
     Args:
         processes: the PID namespace of each rank of the host.
+
+    Yields:
+        The segment, which has a name as long as other ranks may have to map it.
     """
     first, config = session.neighbours[0], session.config
     if session.rank != first:
@@ -71,17 +74,15 @@ def share_journal(
         segment = Segment.create(config.shm_dir, session.job, journal.size(roster))
         journal.write(segment.view, roster)
         with segment.named():
-            place.set("name", segment.name.encode())
+            place.publish("name", segment.name.encode(), deadline)
     try:
-        if place.add("mapped", 1) == len(session.neighbours):
-            segment.unlink()
         stacks = None
         with contextlib.suppress(OSError):  # errors can do without stacks
             stacks = StackFile.take()
         session.journal.open(segment, session.rank, stacks)
         session.journal.recorder.note_grades([grade for t in session.transports for grade in t.grades()])
         try:
-            yield
+            yield segment
         finally:
             session.journal.close()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -98,9 +99,6 @@ class Elsewhere:
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
         lost: called for a rank of another host that has died, with the reason.
         told: called for a rank of another host that has stopped or closed a communicator.
-
-    Attributes:
-        tells: whether the store does.
     """
 
     def __init__(
@@ -113,14 +111,29 @@ class Elsewhere:
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
         self._apart = False  # whether the rank that is tried cannot be reached
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
-        self._notices = store.notices(_PLACE, died, silent, self._patience)
-        self.tells = self._notices is not None
+        self._begin = partial(store.notices, _PLACE, died, silent, self._patience)
+        self._begun: Future[Notices | None] = Future()
         self._outbox: SimpleQueue[Stop | Departure | _End] = SimpleQueue()
-        self._threads: list[Daemon] = []
-        if self._notices is not None:
-            for name, work in (("xvcomm-elsewhere", self._follow), ("xvcomm-announcer", self._announce)):
-                self._threads.append(Daemon(name, partial(work, self._notices)))
-                self._threads[-1].start()
+        self._threads = [Daemon("xvcomm-elsewhere", self._follow), Daemon("xvcomm-announcer", self._announce)]
+        for thread in self._threads:
+            thread.start()
+
+    def ready(self) -> None:
+        """Wait until the store is followed.
+
+        Raises:
+            DeadlineExceeded, StoreError: it does not answer, or cannot be reached.
+        """
+        self._begun.result()
+
+    @property
+    def tells(self) -> bool:
+        """Whether the store tells of other hosts, as far as it is `ready`."""
+        return self._begun.done() and self._following() is not None
+
+    def _following(self) -> Notices | None:
+        """What is followed, once that has begun; None if the store tells nothing."""
+        return None if self._begun.exception() is not None else self._begun.result()
 
     def post(self, news: Stop | Departure) -> None:
         """Tell the ranks of all other hosts that this one has stopped or closed a communicator. Does not wait for the store."""
@@ -128,7 +141,8 @@ class Elsewhere:
 
     def look(self) -> None:
         """Try another host if the store's does not answer; call it regularly. Never blocks."""
-        silence = self._notices.silence() if self._notices is not None else 0.0
+        notices = self._following() if self._begun.done() else None
+        silence = notices.silence() if notices is not None else 0.0
         doubts = silence > self._patience
         if doubts and not self._doubts:
             self._transport(self._tried).doubt(self._tried, silence)
@@ -140,7 +154,10 @@ class Elsewhere:
         """A rank cannot be reached: once the store cannot either, what waits for its answers ends."""
         self._apart = self._apart or rank == self._tried
 
-    def _announce(self, notices: Notices) -> None:
+    def _announce(self) -> None:
+        notices = self._following()
+        if notices is None:
+            return
         with contextlib.suppress(XvcommError):
             self._transport(self._tried).meet(self._tried)
         end: _End | None = None
@@ -163,7 +180,17 @@ class Elsewhere:
                 return news, None
         return news, item
 
-    def _follow(self, notices: Notices) -> None:
+    def _follow(self) -> None:
+        try:
+            notices = self._begin()
+        except BaseException as error:
+            self._begun.set_exception(error)
+            return
+        self._begun.set_result(notices)
+        if notices is not None:
+            self._hear(notices)
+
+    def _hear(self, notices: Notices) -> None:
         store_ends = False
         while True:
             try:
@@ -193,11 +220,13 @@ class Elsewhere:
 
         All that was sent to ranks of other hosts must be there: they expect nothing more of a rank that has left.
         """
-        if self._over or self._notices is None:
+        if self._over:
             return
         self._over = True
+        notices = self._following()
         self._outbox.put(_End(leaves=True))
-        self._notices.leave()  # beside the post: a store that is stopped delays both
+        if notices is not None:
+            notices.leave()  # beside the post: a store that is stopped delays both
         self.join()
 
     def abandon(self, *, served: bool) -> None:
@@ -208,8 +237,8 @@ class Elsewhere:
         """
         self._over = True
         self._outbox.put(_End(leaves=False))
-        if served and self._notices is not None:
-            self._notices.leave()
+        if served and (notices := self._following()) is not None:
+            notices.leave()
 
     def join(self) -> None:
         """Wait for the end of the threads."""

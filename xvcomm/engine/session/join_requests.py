@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.abc.store import Add, NotSet, PrefixStore, Set, Store
 from xvcomm.config import Config
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.presence import Presence
@@ -208,11 +208,13 @@ class JoinRequests:
         name, rank, size = job
         with contextlib.suppress(XvcommError):
             soon, died = Deadline.after(_LEAVE_SECONDS), {other for other in list(lost) if not left(other)}
-            self._place.set(f"left/{name}/{rank}", b"", soon)
-            if self._place.add(f"left/{name}", 1, soon) + len(died) >= size:
-                # A rank that counts as lost, because it cannot be reached, may have left, too.
-                others = [f"left/{name}/{other}" for other in range(size) if other not in died]
-                self._place.wait(others, Deadline.after(0))
+            (_, gone), _ = self._place.exchange(
+                [Set(f"left/{name}/{rank}", b""), Add(f"left/{name}", 1)], deadline=soon
+            )
+            if int(gone) + len(died) >= size:
+                if died:  # A rank that counts as lost, because it cannot be reached, may have left, too.
+                    others = [f"left/{name}/{other}" for other in range(size) if other not in died]
+                    self._place.wait(others, Deadline.after(0))
                 self._place.set(ENDED, b"", soon)
 
     def _waits(self, name: str) -> bool:

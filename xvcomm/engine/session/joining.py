@@ -10,6 +10,7 @@ import msgspec
 from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.transport import Capabilities
 from xvcomm.config import Config
+from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.errors import ConfigError, ResourceError
 from xvcomm.memory.segment import unusable
 from xvcomm.types.topology import RankInfo
@@ -38,6 +39,8 @@ class Joining(msgspec.Struct, frozen=True):
         memory: which devices its device has peer access to.
         serves: whether the job's store ends with its process.
         successor: where its process can serve a successor of the store.
+        rings: what its settings ask for.
+        key: see `Membership`; rank 0's is the job's.
     """
 
     info: RankInfo
@@ -48,6 +51,8 @@ class Joining(msgspec.Struct, frozen=True):
     memory: PeerMemory | None
     serves: bool
     successor: Place
+    rings: RingSizes
+    key: bytes
 
 
 decode = msgspec.msgpack.Decoder(Joining).decode

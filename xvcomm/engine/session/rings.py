@@ -17,8 +17,9 @@ from xvcomm.abc.store import NotSet, Store
 from xvcomm.abc.transport import Capabilities, Transport, choose, peer_refusal
 from xvcomm.config import Config
 from xvcomm.engine.session.peer_rings import PeerRings
+from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.errors import DeadlineExceeded
-from xvcomm.memory.ring import MAX_LANES, Reason, RingEnd, RingLayout
+from xvcomm.memory.ring import Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, round_up
 from xvcomm.schedule.tuning import RANKS_BYTES
 from xvcomm.types.deadline import Deadline, poll
@@ -49,6 +50,7 @@ class Member(NamedTuple):
         rank: rank in the whole job.
         island: equal for ranks of one island.
         memory: which devices its device has peer access to.
+        sizes: of its rings; None if they are the same as this rank's.
     """
 
     rank: int
@@ -56,32 +58,13 @@ class Member(NamedTuple):
     kind: str
     island: str
     memory: PeerMemory | None = None
+    sizes: RingSizes | None = None
 
 
 def at_once(config: Config) -> int:
     """Largest message in bytes that any empty ring between islands can buffer whole, in a job with GPUs."""
-    return min(_host_layout(config).at_once(1), _gpu_collective_layout(config).at_once(1))
-
-
-def _host_layout(config: Config) -> RingLayout:
-    return RingLayout(config.ring_lanes, config.ring_slots, config.ring_slot_bytes)
-
-
-def _gpu_layout(config: Config) -> RingLayout:
-    return RingLayout(config.gpu_ring_lanes, config.gpu_ring_slots, config.gpu_ring_slot_bytes)
-
-
-def _gpu_collective_layout(config: Config) -> RingLayout:
-    # A collective uses all links of a host in both directions at once. Half the memory, in more lanes with smaller slots, stays
-    # in the CPU's caches: an all_reduce of 256 MiB over 2 + 2 H200 took 4.1 ms, and 4.9 ms with the rings of messages.
-    full = _gpu_wire_layout(config)
-    return replace(full, slot_bytes=round_up(full.slot_bytes // 4, PAGE))
-
-
-def _gpu_wire_layout(config: Config) -> RingLayout:
-    # No cache spans two hosts: with the slots of one host, an all_gather of 256 MiB over loopback took 16.1 ms, with these 12.2.
-    full = _gpu_layout(config)
-    return replace(full, lanes=min(MAX_LANES, 2 * full.lanes))
+    sizes = RingSizes.of(config)
+    return min(sizes.host_layout(wired=False).at_once(1), sizes.gpu_collective_layout().at_once(1))
 
 
 class Rings:
@@ -110,12 +93,8 @@ class Rings:
         self._gpus = any(member.kind != "host" for member in members)
         self._word = 0
         self._left: dict[int, int] = {}
-        self._gpu_layout, self.gpu_collective_layout = _gpu_layout(config), _gpu_collective_layout(config)
-        self._gpu_wire_layout = _gpu_wire_layout(config)
-        self._host_layout = _host_layout(config)
-        self._peer_layout = RingLayout(
-            config.peer_ring_lanes, config.peer_ring_slots, config.peer_ring_slot_bytes, apart=True
-        )
+        self._sizes = RingSizes.of(config)
+        self.gpu_collective_layout = self._sizes.gpu_collective_layout()
         self._ends: dict[tuple[Use, int, bool, int], RingEnd] = {}
         self._opening = threading.Lock()
 
@@ -141,7 +120,7 @@ class Rings:
         return self._transports[self.scheme(peer)]
 
     def _layout(self, peer: int, use: Use, channel: int) -> RingLayout:
-        """Layout of a ring, the same on both ranks because it depends only on use, channel and members.
+        """Layout of a ring, the same on both ranks because it depends only on use, channel, members, and settings of one.
 
         Channels other than 0 get less memory each, because there may be many of them: enough to buffer small messages, and to
         carry large ones at most of the speed; with GPUs a quarter of channel 0's memory. In a job with GPUs the rings of
@@ -152,16 +131,20 @@ class Rings:
 
     def _full_layout(self, peer: int, use: Use, channel: int) -> RingLayout:
         me, other = self._members[self._rank], self._members[peer]
+        sizes = min(me, other, key=lambda member: member.rank).sizes or self._sizes
         shared = choose(me.offers, other.offers).shared
         apart = shared and me.island == other.island and not peer_refusal(me.memory, other.memory)
         if use is Use.SHORT:
             return replace(SHORT_LAYOUT, apart=apart)
         if me.kind == other.kind == "host":
-            full = self._host_layout
-            return RingLayout(full.lanes, max(2, full.slots // 3), full.slot_bytes) if channel else full
+            if channel:
+                full = sizes.host_layout(wired=False)
+                return replace(full, slots=max(2, full.slots // 3))
+            in_gpu_plans = use is not Use.POINT_TO_POINT and self._gpus
+            return sizes.host_layout(wired=not shared and not in_gpu_plans)
         if use is Use.COLLECTIVE and not apart:
-            return self.gpu_collective_layout if shared else self._gpu_wire_layout
-        full = self._peer_layout if apart else self._gpu_layout
+            return sizes.gpu_collective_layout() if shared else sizes.gpu_wire_layout()
+        full = sizes.peer_layout() if apart else sizes.gpu_layout()
         half = round_up(full.slot_bytes // 2, PAGE)
         return RingLayout(max(1, full.lanes // 2), full.slots, half, apart) if channel else full
 

@@ -16,7 +16,7 @@ import msgspec
 from xvcomm.abc.device import Device
 from xvcomm.abc.peer_memory import SupportsPeerMemory
 from xvcomm.abc.store import Store
-from xvcomm.abc.transport import Membership
+from xvcomm.abc.transport import KEY_BYTES, Membership
 from xvcomm.config import Config
 from xvcomm.engine.session import equipment, joining, plugins
 from xvcomm.engine.session.attaching import share_journal
@@ -31,6 +31,7 @@ from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.reach import Reach
 from xvcomm.engine.session.recorders import Recorders
+from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.succession import Succession, spare_ports
 from xvcomm.engine.session.supervision import Supervision
@@ -136,6 +137,7 @@ class Session:
         return Joining(
             equipment.describe(config, self.device, self.rank, host), [t.capabilities() for t in self.transports], self.job,
             os.readlink("/proc/self/ns/pid"), self._presence.byte, memory, self.store.served_here, self.succession.place,
+            RingSizes.of(config), secrets.token_bytes(KEY_BYTES) if self.rank == 0 else b"",
         )  # fmt: skip
 
     def _start(self, mine: Joining, deadline: Deadline) -> None:
@@ -158,7 +160,8 @@ class Session:
                 with contextlib.ExitStack() as failing:
                     failing.callback(watchdog.close)
                     places = [self._joined[r].processes for r in self.neighbours]
-                    self._cleanup.enter_context(share_journal(self, self._place, places, deadline))
+                    journal = self._cleanup.enter_context(share_journal(self, self._place, places, deadline))
+                    self._unname_journal = journal.unlink
                     for transport in self.transports:
                         self._cleanup.callback(transport.expose, 0)
                         transport.expose(self.journal.recorder.handle)
@@ -173,6 +176,16 @@ class Session:
             self.give_up(error)
             raise
         self._cleanup.callback(self.peer_rings.linger)
+
+    def complete(self) -> None:
+        """All ranks of the job have started: end what this one does beside its start.
+
+        Raises:
+            StoreError, DeadlineExceeded: what the store tells of other hosts cannot be followed.
+        """
+        self._unname_journal()
+        if self._elsewhere is not None:
+            self._elsewhere.ready()
 
     def _listen_elsewhere(self) -> None:
         """Follow what the store tells of other hosts, as far as any of their ranks are left."""
@@ -193,6 +206,8 @@ class Session:
             for transport in self.transports:
                 transport.announce()
             self._listen_elsewhere()
+            if self._elsewhere is not None:
+                self._elsewhere.ready()
             self._told = self.succession.generation
 
     def _abandon_elsewhere(self) -> None:
@@ -208,8 +223,8 @@ class Session:
         """Let the transports begin that this rank needs for any other."""
         needed = {self._reach.scheme(r) for r in range(self.size) if r != self.rank}
         membership = Membership(
-            self.rank, self.size, len(self.neighbours), self._meeting, self._lose_elsewhere, self._on_left, self.device,
-            plugins.cards,
+            self.rank, self.size, len(self.neighbours), self._meeting, self._joined[0].key, self._lose_elsewhere,
+            self._on_left, self.device, plugins.cards,
         )  # fmt: skip
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
@@ -264,7 +279,12 @@ class Session:
         """The properties of a rank that determine its rings."""
         joined = self._joined[rank]
         return Member(
-            rank, joined.offers, joined.info.device, equipment.collective_label(self.infos, rank), joined.memory
+            rank,
+            joined.offers,
+            joined.info.device,
+            equipment.collective_label(self.infos, rank),
+            joined.memory,
+            joined.rings,
         )
 
     def history(self) -> list[Record]:

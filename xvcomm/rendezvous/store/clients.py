@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+from xvcomm.abc.store import Add, Decide, DecideAtEnd, Look, Post, Set, Step
 from xvcomm.rendezvous.store import protocol
 from xvcomm.system import heartbeat, processes
 from xvcomm.system.strangers import Strangers
@@ -80,16 +82,32 @@ class Clients:
             self.put(key, value)
         return self.values[key]
 
-    def add(self, key: str, amount: int) -> protocol.Reply:
-        """The answer to `Store.add`."""
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`.
+
+        Raises:
+            Impossible: what is stored there is no integer, or the sum is too large.
+        """
         try:
             total = int(self.values.get(key, b"0")) + amount
         except ValueError:
-            return protocol.Failed(f"the value of {key!r} is not an integer; add() needs a key that only add() writes")
+            raise Impossible(
+                f"the value of {key!r} is not an integer; add() needs a key that only add() writes"
+            ) from None
         if not -(1 << 63) <= total < 1 << 63:
-            return protocol.Failed(f"the sum of {key!r} exceeds 64 bits")
+            raise Impossible(f"the sum of {key!r} exceeds 64 bits")
         self.put(key, b"%d" % total)
-        return protocol.Total(total)
+        return total
+
+    def post(self, place: str, value: bytes) -> int:
+        """See `Post`; raises what `add` does."""
+        number = self.add(place, 1)
+        self.put(f"{place}/{number}", value)
+        return number
+
+    def found(self, done: list[bytes], keys: list[str]) -> protocol.Exchanged:
+        """The answer to an exchange whose steps have been carried out."""
+        return protocol.Exchanged(done, [self.values.get(key) for key in keys])
 
     def read(self, place: str, first: int) -> protocol.Values:
         """The values of `protocol.Read`, of which the first one is set."""
@@ -101,8 +119,9 @@ class Clients:
 
     def execute(self, will: protocol.Will, notice: bytes) -> None:
         """Post what a client left for the case that its connection is closed, or that its host does not answer."""
-        if will.unless not in self.values and isinstance(number := self.add(will.key, 1), protocol.Total):
-            self.put(f"{will.key}/{number.total}", notice)
+        if will.unless not in self.values:
+            with contextlib.suppress(Impossible):
+                self.post(will.key, notice)
 
     def listen_to(self, connection: Connection) -> None:
         """Look at a connection regularly, until it is closed."""
@@ -135,7 +154,8 @@ class Connection(asyncio.Protocol):
         self._missing: set[str] = set()
         self._answer: Callable[[], protocol.Reply] = protocol.Done
         self._will: protocol.Will | None = None
-        self._at_end: list[protocol.DecideAtEnd] = []
+        self._late: Callable[[], protocol.Reply] = protocol.Done
+        self._at_end: list[DecideAtEnd] = []
         self._heard = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -258,16 +278,14 @@ class Connection(asyncio.Protocol):
 
     def _handle(self, request: protocol.Request) -> None:
         match request:
-            case protocol.Set(key, value):
-                self._clients.put(key, value)
-                self._send(protocol.Done())
-            case protocol.Add(key, amount):
-                self._send(self._clients.add(key, amount))
-            case protocol.Decide(key, value):
-                self._send(protocol.Value(self._clients.decide(key, value)))
-            case protocol.DecideAtEnd():
-                self._at_end = [r for r in self._at_end if r.key not in self._clients.values] + [request]
-                self._send(protocol.Done())
+            case protocol.Exchange(steps, keys, seconds):
+                try:
+                    done = [self._carry_out(step) for step in steps]
+                except Impossible as error:
+                    self._send(protocol.Failed(str(error)))
+                else:
+                    answer = partial(self._clients.found, done, keys)
+                    self._park(keys, answer, seconds, answer)
             case protocol.Get(key, seconds):
                 self._park([key], lambda: protocol.Value(self._clients.values[key]), seconds)
             case protocol.Read(place, first, seconds):
@@ -281,8 +299,29 @@ class Connection(asyncio.Protocol):
                     self._clients.listen_to(self)
                 self._send(protocol.Done())
 
-    def _park(self, keys: list[str], answer: Callable[[], protocol.Reply], seconds: float | None) -> None:
-        self._answer = answer
+    def _carry_out(self, step: Step) -> bytes:
+        clients = self._clients
+        match step:
+            case Set(key, value):
+                clients.put(key, value)
+            case Look(key):
+                return clients.values.get(key, b"")
+            case Add(key, amount):
+                return b"%d" % clients.add(key, amount)
+            case Decide(key, value):
+                return clients.decide(key, value)
+            case DecideAtEnd():
+                self._at_end = [each for each in self._at_end if each.key not in clients.values] + [step]
+                return b"noticed"
+            case Post(key, value):
+                return b"%d" % clients.post(key, value)
+        return b""
+
+    def _park(
+        self, keys: list[str], answer: Callable[[], protocol.Reply], seconds: float | None,
+        late: Callable[[], protocol.Reply] | None = None,
+    ) -> None:  # fmt: skip
+        self._answer, self._late = answer, late or self._absent
         self._missing = {key for key in keys if key not in self._clients.values}
         if not self._missing:
             self._grant()
@@ -297,10 +336,13 @@ class Connection(asyncio.Protocol):
         self._cancel_timer()
         self._send(self._answer())
 
+    def _absent(self) -> protocol.Reply:
+        return protocol.Missing(sorted(self._missing))
+
     def _expire(self) -> None:
-        missing = sorted(self._missing)
+        reply = self._late()
         self._unpark()
-        self._send(protocol.Missing(missing))
+        self._send(reply)
 
     def _unpark(self) -> None:
         self._cancel_timer()
@@ -315,6 +357,10 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class Impossible(Exception):
+    """A request cannot be carried out; says why."""
 
 
 class _Rude(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import socket
+import time
 
 from xvcomm.errors import AuthenticationError, StoreError
 from xvcomm.rendezvous.store import protocol
@@ -21,10 +22,15 @@ class NotYet(Exception):
 
 
 class Connection:
-    """One connection, used by one thread at a time."""
+    """One connection, used by one thread at a time.
+
+    Attributes:
+        took: seconds that it took to make.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.took = 0.0
         forking.register(self)
         self._seals: tuple[protocol.Seal, protocol.Seal] | None = None
         self._listens = False
@@ -110,7 +116,7 @@ class Connection:
 
 def dial(host: str, port: int, secret: str, epoch: int | None, deadline: Deadline) -> Connection:
     """Make one attempt to connect, with mutual proof of the secret."""
-    until = Deadline.after(max(deadline.sooner(protocol.HANDSHAKE_SECONDS), _LEAST_SECONDS))
+    until, begun = Deadline.after(max(deadline.sooner(protocol.HANDSHAKE_SECONDS), _LEAST_SECONDS)), time.monotonic()
     sock = socket.create_connection((host, port), timeout=until.left() or _LEAST_SECONDS)
     try:
         if sock.getsockname() == sock.getpeername():
@@ -120,6 +126,7 @@ def dial(host: str, port: int, secret: str, epoch: int | None, deadline: Deadlin
         _keep_alive(sock)
         link = Connection(sock)
         _handshake(link, host, port, secret, epoch, until)
+        link.took = time.monotonic() - begun
         return link
     except BaseException:
         sock.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.abc.store import DecideAtEnd, Look, NotSet, Post, PrefixStore, Set, Step, Store
 from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError, XvcommError
 from xvcomm.types.deadline import NEVER, Deadline
 
@@ -21,6 +22,7 @@ _FAILURE_SECONDS = 1.0
 _NAMED = 16
 """Maximum number of late ranks that an error names."""
 _FAILURE = "failure"
+_LOOK = Look(_FAILURE)
 _KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLost, DeadlineExceeded, Aborted)}
 
 T = TypeVar("T")
@@ -110,9 +112,55 @@ class GuardedStore(PrefixStore):
         """Leaves it to `check` to tell of a process that ends."""
         return True
 
+    def exchange(
+        self, steps: Sequence[Step], keys: Sequence[str] = (), deadline: Deadline = NEVER, patience: float = math.inf
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        """See `Store.exchange`; also raises what `check` raises while it waits, and leaves it to that to tell of ends."""
+        sent = [step for step in steps if not isinstance(step, DecideAtEnd)]
+        if keys:
+            given, found = self._ask(sent, keys, deadline, patience, lambda: None)
+        else:
+            given, found = self._reach(partial(super().exchange, sent, (), deadline))
+        of_sent = iter(given)
+        return [b"noticed" if isinstance(step, DecideAtEnd) else next(of_sent) for step in steps], found
+
+    def _ask(
+        self, steps: Sequence[Step], keys: Sequence[str], deadline: Deadline, patience: float, look: Callable[[], None]
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        """`exchange` without steps for the end; calls `look` as often as `check`."""
+        ask, until = super().exchange, Deadline.after(deadline.sooner(patience))
+        given, pending = list[bytes](), list(steps)
+        while True:
+            soon, silent = Deadline.after(until.sooner(_LOOK_SECONDS)), None
+            call = partial(ask, [*pending, _LOOK], keys, deadline if pending else soon, soon.left())
+            failure = b""
+            found: list[bytes | None] = [None for _ in keys]
+            try:
+                (*fresh, failure), found = self._reach(call)
+            except DeadlineExceeded as error:  # the store did not answer, for the moment
+                silent = error
+            else:
+                given, pending = [*given, *fresh], []
+            if None in found:
+                self._reach(partial(self._consider, failure))
+                look()
+            if silent is not None and (pending or until.expired()):
+                raise silent
+            if None not in found or until.expired():
+                return given, found
+
+    def _consider(self, failure: bytes) -> None:
+        """`check`, which has asked the store already."""
+        if failure:
+            raise _decode_failure(failure).error()
+        self._check()
+
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`; also raises what `check` raises."""
-        return self._patiently(partial(super().get, key), deadline)
+        _, (found,) = self._ask((), [key], deadline, math.inf, lambda: None)
+        if found is None:
+            raise NotSet(f"{self._key(key)!r} was not set in the job's store in time; a rank is late or missing")
+        return found
 
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
         """See `Store.wait`; also raises what `check` raises."""
@@ -134,12 +182,6 @@ class GuardedStore(PrefixStore):
             DeadlineExceeded: names the ranks that did not call this in time.
             XvcommError: see `check`.
         """
-        self.set(f"begun/{rank}", b"", deadline)
-        if self.add("begun", 1, deadline) == len(ranks):
-            # the process that serves the store may have received this and ended before it answered
-            with contextlib.suppress(StoreError):
-                super().set("all begun", b"", deadline)
-            return
 
         def look() -> None:
             for other in departed():
@@ -147,14 +189,14 @@ class GuardedStore(PrefixStore):
                     text = f"rank {other} of the job left before it opened shared memory; restart the job"
                     raise PeerLost(text, rank=rank, peer=other)
 
-        try:
-            self._patiently(partial(super().get, "all begun"), deadline, look)
-        except NotSet as error:
+        arrival: list[Step] = [Set(f"begun/{rank}", b""), Post("arrivals", b"")]
+        _, (complete,) = self._ask(arrival, [f"arrivals/{len(ranks)}"], deadline, math.inf, look)
+        if complete is None:
             late = [r for r in ranks if not self._begun(r)] or [rank]
             names = ", ".join(f"rank {r} of the job" for r in late[:_NAMED])
             raise DeadlineExceeded(
                 f"{names} did not open shared memory in time; stopped or very slow", rank=rank, peer=late[0]
-            ) from error
+            )
 
     def _begun(self, rank: int) -> bool:
         try:
@@ -163,15 +205,12 @@ class GuardedStore(PrefixStore):
             return False
         return True
 
-    def _patiently(
-        self, call: Callable[[Deadline], T], deadline: Deadline, look: Callable[[], None] = lambda: None
-    ) -> T:
+    def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
         while True:
             try:
                 return self._reach(partial(call, Deadline.after(deadline.sooner(_LOOK_SECONDS))))
             except DeadlineExceeded:
                 self._reach(self.check)
-                look()
                 if deadline.expired():
                     raise
 

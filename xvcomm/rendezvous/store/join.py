@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from xvcomm.abc.store import NotSet, Store
+from xvcomm.abc.store import Add, Decide, DecideAtEnd, Look, NotSet, Store
 from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.system import processes
 from xvcomm.types.deadline import Deadline
 
 _VERDICT = "verdict"
 _SETTLE_SECONDS, _LOOK_SECONDS = 5.0, 1.0
+_FEW = 16
+"""So many ranks ask for what all others have told as soon as they join: the last one needs it, and none knows that it is the
+last.
+"""
 _SIZE_SHIFT = 32
 """The counter of joined ranks has the sum of their sizes above this bit, so that one request returns both."""
 
@@ -84,19 +88,29 @@ def join_barrier(
     """
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
-    if store.add(f"rank/{rank}", 1, deadline) > 1:
+    entry = msgspec.msgpack.encode(_Entry(_who(), info, size, processes.identity()))
+    came, noticed, _, sums, *told = store.exchange(
+        [
+            Add(f"rank/{rank}", 1),
+            DecideAtEnd(_VERDICT, msgspec.msgpack.encode(_ended(rank, _who(), noun))),
+            Decide(f"info/{rank}", entry),  # which another process of this number may have set
+            Add("joined", (size << _SIZE_SHIFT) + 1),
+            *(Look(f"info/{r}") for r in range(size) if size <= _FEW),
+        ],
+        deadline=deadline,
+    )[0]
+    if int(came) > 1:
         raise _twice(store, rank, deadline, noun)
-    noticed = store.decide_at_end(_VERDICT, msgspec.msgpack.encode(_ended(rank, _who(), noun)))
-    entry = _Entry(_who(), info, size, processes.identity())
-    store.set(f"info/{rank}", msgspec.msgpack.encode(entry), deadline)
-    joined = store.add("joined", (size << _SIZE_SHIFT) + 1, deadline)
+    joined = int(sums)
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
         # Ranks with a smaller size may have started without this one, which cannot join them.
         wrong = _sizes(store, rank, size, noun)
         raise ConfigError(_decide(store, _Verdict(wrong=wrong)).wrong or wrong, rank=rank)
-    if count == size:
-        entries = [_entry(store, r, deadline) for r in range(size)]
+    if count == size and not told:
+        told = store.exchange([Look(f"info/{r}") for r in range(size)], deadline=deadline)[0]
+    if count == size and all(told):  # else a process that came twice is counted, and will say so
+        entries = list(map(_decode_entry, told))
         lost = None if noticed else _lost(enumerate(entries), noun)
         verdict = _decide(store, lost or _Verdict([entry.info for entry in entries]))
     else:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Sequence
 
-from xvcomm.abc.store import ForwardingStore, Store
+from xvcomm.abc.store import ForwardingStore, Set, Step, Store
+from xvcomm.types.deadline import NEVER, Deadline
 
 
 class MovingStore(ForwardingStore):
     """Stands for one store at first, and for others later; closes each when it moves to the next, and the last by `close`.
+
+    What this process publishes goes with its next `exchange`.
 
     Args:
         close: closes the first store.
@@ -17,6 +22,20 @@ class MovingStore(ForwardingStore):
     def __init__(self, store: Store, close: Callable[[], None]) -> None:
         super().__init__(store)
         self._close = close
+        self._unsaid: list[Step] = []
+        self._saying = threading.Lock()
+
+    def publish(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
+        with self._saying:
+            self._unsaid.append(Set(key, value))
+
+    def exchange(
+        self, steps: Sequence[Step], keys: Sequence[str] = (), deadline: Deadline = NEVER, patience: float = math.inf
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        with self._saying:
+            unsaid, self._unsaid = self._unsaid, []
+        given, found = self._store.exchange([*unsaid, *steps], keys, deadline, patience)
+        return given[len(unsaid) :], found
 
     def move(self, store: Store) -> None:
         """Stand for another store from now on."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from xvcomm.abc.store import Step
 from xvcomm.errors import ConfigError
 
 FRAME_LIMIT = 64 << 20
@@ -62,11 +63,12 @@ class Refused(Message, frozen=True):
     reason: Literal["secret", "epoch"]
 
 
-class Set(Message, frozen=True):
-    """Client: see `Store.set`."""
+class Exchange(Message, frozen=True):
+    """Client: see `Store.exchange`; `seconds` is the time left to wait for the keys, None without a deadline."""
 
-    key: str
-    value: bytes
+    steps: list[Step]
+    keys: list[str]
+    seconds: float | None
 
 
 class Get(Message, frozen=True):
@@ -91,20 +93,6 @@ class Wait(Message, frozen=True):
     seconds: float | None
 
 
-class Add(Message, frozen=True):
-    """Client: see `Store.add`."""
-
-    key: str
-    amount: int
-
-
-class Decide(Message, frozen=True):
-    """Client: see `Store.decide`."""
-
-    key: str
-    value: bytes
-
-
 class Will(Message, frozen=True):
     """Client: once this connection is closed, add 1 to `key` and set `key/SUM` to `value`, unless `unless` is set.
 
@@ -116,13 +104,6 @@ class Will(Message, frozen=True):
     unless: str
     silence: bytes
     patience: float
-
-
-class DecideAtEnd(Message, frozen=True):
-    """Client: once this connection is closed, decide `key`, as well as those of earlier such requests."""
-
-    key: str
-    value: bytes
 
 
 class Done(Message, frozen=True):
@@ -141,10 +122,11 @@ class Values(Message, frozen=True):
     values: list[bytes]
 
 
-class Total(Message, frozen=True):
-    """Server: the sum."""
+class Exchanged(Message, frozen=True):
+    """Server: what the steps give, and the values of the keys, None for those that are not set."""
 
-    total: int
+    done: list[bytes]
+    found: list[bytes | None]
 
 
 class Missing(Message, frozen=True):
@@ -159,8 +141,8 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Request = Set | Get | Read | Wait | Add | Decide | DecideAtEnd | Will
-Reply = Done | Value | Values | Total | Missing | Failed
+Request = Exchange | Get | Read | Wait | Will
+Reply = Exchanged | Done | Value | Values | Missing | Failed
 
 
 class Malformed(Exception):
@@ -255,4 +237,4 @@ def proven(secret: str, side: Side, other: bytes, own: bytes, epoch: int | None,
 
 
 def _keyed(secret: str, use: str, data: bytes) -> bytes:
-    return hmac.digest(secret.encode(errors="surrogateescape"), f"xvcomm store 2 {use} ".encode() + data, "sha256")
+    return hmac.digest(secret.encode(errors="surrogateescape"), f"xvcomm store 3 {use} ".encode() + data, "sha256")

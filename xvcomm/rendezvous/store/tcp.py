@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import threading
@@ -10,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
-from xvcomm.abc.store import ANSWER_SECONDS, Notices, NotSet, Store
-from xvcomm.errors import AuthenticationError, DeadlineExceeded, StoreError
+from xvcomm.abc.store import ANSWER_SECONDS, Add, Decide, DecideAtEnd, Notices, NotSet, Post, Set, Step, Store
+from xvcomm.errors import AuthenticationError, DeadlineExceeded, ResourceError, StoreError
 from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.connection import Connection, NotYet, dial
 from xvcomm.rendezvous.store.server import TcpServer
 from xvcomm.rendezvous.store.standby import TcpStandby, ended, place
 from xvcomm.system import limits
+from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import NEVER, Deadline
 
 __all__ = ["TcpServer", "TcpStore"]
@@ -25,6 +27,8 @@ _REPLY_SECONDS = 1.0
 """Seconds after the deadline for which a reply may still arrive."""
 _LEAVE_SECONDS = 2.0
 _CONNECTING = "connect to the store"
+_FAR_SECONDS = 0.03
+"""A store to which a connection takes longer gets a second one ahead of need."""
 _FIRST_RETRY, _LAST_RETRY = 0.002, 0.1
 
 
@@ -64,9 +68,12 @@ class TcpStore(Store):
         self._closed = self._given_up = False
         self._links: set[Connection] = set()
         self._idle: list[Connection] = [self._connect(deadline, patient=patient)]
+        if self._idle[0].took > _FAR_SECONDS:
+            with contextlib.suppress(ResourceError):  # then it is made when it is needed
+                Daemon("xvcomm-dial", partial(self._dial_ahead, deadline)).start()
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        self._call(protocol.Set(key, value), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"set {key!r}")
+        self._take_step(Set(key, value), deadline, f"set {key!r}")
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         reply = self._call(protocol.Get(key, _seconds(deadline)), deadline, f"get {key!r}")
@@ -78,17 +85,16 @@ class TcpStore(Store):
         self._call(protocol.Wait(list(keys), _seconds(deadline)), deadline, "wait")
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        reply = self._call(
-            protocol.Add(key, amount), Deadline.after(deadline.sooner(ANSWER_SECONDS)), f"add to {key!r}"
-        )
-        assert isinstance(reply, protocol.Total)
-        return reply.total
+        return int(self._take_step(Add(key, amount), deadline, f"add to {key!r}"))
 
     def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
-        until = Deadline.after(deadline.sooner(ANSWER_SECONDS))
-        reply = self._call(protocol.Decide(key, value), until, f"decide {key!r}")
-        assert isinstance(reply, protocol.Value)
-        return reply.value
+        return self._take_step(Decide(key, value), deadline, f"decide {key!r}")
+
+    def exchange(
+        self, steps: Sequence[Step], keys: Sequence[str] = (), deadline: Deadline = NEVER, patience: float = math.inf
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        names = [repr(key) for key in (*(step.key for step in steps), *keys)]
+        return self._exchange(steps, keys, deadline, patience, f"a request for {_listed(names)}")
 
     def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
         """See `Store.notices`; uses a connection of its own."""
@@ -104,8 +110,7 @@ class TcpStore(Store):
 
     def decide_at_end(self, key: str, value: bytes) -> bool:
         """See `Store.decide_at_end`; the store also decides if a later request fails on the connection that this one uses."""
-        self._call(protocol.DecideAtEnd(key, value), Deadline.after(ANSWER_SECONDS), f"prepare {key!r}")
-        return True
+        return bool(self._take_step(DecideAtEnd(key, value), NEVER, f"prepare {key!r}"))
 
     def posted(self, place: str, read: int) -> list[bytes]:
         try:
@@ -165,6 +170,19 @@ class TcpStore(Store):
         if self._on_close is not None:
             self._on_close()
 
+    def _take_step(self, step: Step, deadline: Deadline, what: str) -> bytes:
+        (given,), _ = self._exchange([step], (), deadline, 0.0, what)
+        return given
+
+    def _exchange(
+        self, steps: Sequence[Step], keys: Sequence[str], deadline: Deadline, patience: float, what: str
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        until = Deadline.after(deadline.sooner(ANSWER_SECONDS + (patience if keys else 0.0)))
+        seconds = _seconds(Deadline.after(deadline.sooner(patience)))
+        reply = self._call(protocol.Exchange(list(steps), list(keys), seconds), until, what)
+        assert isinstance(reply, protocol.Exchanged)
+        return reply.done, reply.found
+
     def _call(self, request: protocol.Request, deadline: Deadline, what: str) -> protocol.Reply:
         payload = protocol.encode(request)
         if len(payload) + protocol.CODE > protocol.FRAME_LIMIT:
@@ -176,7 +194,7 @@ class TcpStore(Store):
         reply = self._ask(link, payload, until, what)
         self._give_back(link)
         if isinstance(reply, protocol.Missing):
-            keys = ", ".join(map(repr, reply.keys[:8])) + (", ..." if len(reply.keys) > 8 else "")
+            keys = _listed([repr(key) for key in reply.keys])
             raise NotSet(
                 f"{keys} was not set in the store at {self._host}:{self._port} in time; a rank is late or missing"
             )
@@ -241,6 +259,11 @@ class TcpStore(Store):
         link.hang_up()
         link.close()
 
+    def _dial_ahead(self, deadline: Deadline) -> None:
+        """Make a connection for `notices`, which keeps one for itself."""
+        with contextlib.suppress(StoreError, AuthenticationError, ResourceError):
+            self._give_back(self._connect(deadline, patient=False))
+
     def _connect(self, deadline: Deadline, *, patient: bool) -> Connection:
         """Open another connection; with `patient`, retry while no server answers."""
         pause = _FIRST_RETRY
@@ -293,7 +316,7 @@ class _TcpNotices(Notices):
         return self._unread.popleft()
 
     def post(self, notice: bytes, deadline: Deadline) -> None:
-        self._store.set(f"{self._place}/{self._store.add(self._place, 1, deadline)}", notice, deadline)
+        self._store.exchange([Post(self._place, notice)], deadline=deadline)
 
     def silence(self) -> float:
         return max(self._link.silence(), self._store.unheard())
@@ -304,6 +327,10 @@ class _TcpNotices(Notices):
         except (StoreError, DeadlineExceeded):
             pass  # nobody is left to read a will
         self._link.hang_up()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _seconds(deadline: Deadline) -> float | None:
