@@ -232,12 +232,13 @@ class Session:
 
     def give_up(self, error: BaseException) -> None:
         """Leave a job whose start failed, and remove the shared memory that no rank will map any more."""
-        with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
-            self._place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
-        for rank in self.neighbours:
-            if rank == self.rank or rank in self.supervision.lost:
-                self.sweep(rank)
-        self.close()
+        with contextlib.closing(self):  # also where no file can be opened, in which case names of shared memory stay
+            with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
+                self._place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
+            with contextlib.suppress(OSError):
+                for rank in self.neighbours:
+                    if rank == self.rank or rank in self.supervision.lost:
+                        self.sweep(rank)
 
     def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
         """A part of the job's store in which waits end when `check` raises, or the rank that serves the store dies."""
