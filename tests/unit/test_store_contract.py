@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from xvcomm.abc.store import Add, Decide, Look, Post, PrefixStore, Set, Store
-from xvcomm.errors import DeadlineExceeded
+from xvcomm.errors import DeadlineExceeded, XvcommError
 from xvcomm.rendezvous.store import FileStore, TcpServer, TcpStore
 from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.types.deadline import NEVER, Deadline
@@ -129,6 +129,18 @@ def test_what_is_published_is_there_after_an_exchange(opener: Opener) -> None:
     store.publish("directly", b"2")
     store.exchange([])
     assert other.get("directly", Deadline.after(SOON)) == b"2"
+
+
+def test_what_is_published_goes_to_the_next_store_if_an_exchange_fails(opener: Opener) -> None:
+    first, second = opener(), opener()
+    moving = MovingStore(PrefixStore("first", first), lambda: None)
+    moving.publish("k", b"v")
+    first.set("first/text", b"not a number")
+    with pytest.raises((XvcommError, ValueError)):
+        moving.exchange([Add("text", 1)], deadline=Deadline.after(10))
+    moving.move(PrefixStore("second", second))
+    moving.exchange([], deadline=Deadline.after(10))
+    assert second.get("second/k", Deadline.after(0)) == b"v"
 
 
 def test_prefixes_keep_apart(opener: Opener) -> None:

@@ -13,7 +13,7 @@ from xvcomm.types.deadline import NEVER, Deadline
 class MovingStore(ForwardingStore):
     """Stands for one store at first, and for others later; closes each when it moves to the next, and the last by `close`.
 
-    What this process publishes goes with its next `exchange`.
+    What this process publishes goes with its next `exchange`; if that fails, with the one after it, perhaps with another store.
 
     Args:
         close: closes the first store.
@@ -34,7 +34,12 @@ class MovingStore(ForwardingStore):
     ) -> tuple[list[bytes], list[bytes | None]]:
         with self._saying:
             unsaid, self._unsaid = self._unsaid, []
-        given, found = self._store.exchange([*unsaid, *steps], keys, deadline, patience)
+        try:
+            given, found = self._store.exchange([*unsaid, *steps], keys, deadline, patience)
+        except BaseException:
+            with self._saying:
+                self._unsaid = [*unsaid, *self._unsaid]
+            raise
         return given[len(unsaid) :], found
 
     def move(self, store: Store) -> None:
