@@ -258,12 +258,12 @@ def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
 
 
 @register_jitable
-def _leaves(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
+def _declines(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
     """Whether a rail leaves a slot to another one that would deliver it sooner; see `another_is_sooner`."""
     if link.socket_count < 2 or link.rdma_rails > 0:
         return False
-    rail.left = 1 if another_is_sooner(link, rail, nbytes, rest) else 0
-    return bool(rail.left != 0)
+    rail.declined = 1 if another_is_sooner(link, rail, nbytes, rest) else 0
+    return bool(rail.declined != 0)
 
 
 @register_jitable
@@ -291,7 +291,7 @@ def _send_data(rail: Any, rail_index: int, link: Any, wire: Any) -> bool:
             place = lane * ring.slots + number % ring.slots
             if not _flies(wire, place) and _filled(wire, entry.offer, lane, number):
                 length = min(chunk, high - offset)
-                if _leaves(link, rail, length, used * min(high - offset, ring.slots * chunk // 2)):
+                if _declines(link, rail, length, used * min(high - offset, ring.slots * chunk // 2)):
                     return False
                 data = wire.slots + place * ring.slot_bytes
                 if entry.offer != 0:
@@ -366,7 +366,7 @@ def _send_failed(rail: Any, link: Any) -> None:
 @register_jitable
 def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
     """Let a rail send its next frame; False if there is none for it."""
-    rail.left = 0
+    rail.declined = 0
     if rail.pong != 0:
         _control(rail, _PONG, 0, rail.pong, 0)
         rail.pong = 0

@@ -40,9 +40,9 @@ from xvcomm.wire.sockets import POLLIN, POLLOUT, polled_at, raise_event, take_ev
 from xvcomm.wire.verbs import arm, completions_at, take_events
 
 _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
-_MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _LEFT_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 1_000_000, 500_000_000
+_MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _DECLINED_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 1_000_000, 500_000_000
 """How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
-may be replayed, since a replay does not wake it; while a rail leaves a slot to another one, which may become slower; else."""
+may be replayed, since a replay does not wake it; while a rail declines a slot, because another one is sooner; else."""
 _MUCH, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 200, 1_000_000_000
 """Bytes carried for a rail at once for which a further thread is woken; for how many rounds it looks for work before it sleeps,
 and how long it sleeps."""
@@ -125,11 +125,11 @@ def _blocked(carrier: Any) -> bool:
 
 
 @register_jitable
-def _left(carrier: Any) -> bool:
-    """Whether a rail has left a slot to another one, so that both must be looked at again."""
+def _declined(carrier: Any) -> bool:
+    """Whether a rail has declined a slot, which another one should send, so that both must be looked at again."""
     for i in range(carrier.rail_count):
         rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.state == UP and rail.left != 0:
+        if rail.state == UP and rail.declined != 0:
             return True
     return False
 
@@ -151,7 +151,9 @@ def _progress(address: int, drivers: int, unused: int) -> int:
     moved = _carry(carrier, False, 0, drivers == 0)
     if drivers < 0:
         full_fence()
-        if load_acquire(address_of(carrier, "asleep")) != 0 and (_blocked(carrier) or _left(carrier) or _busy(carrier)):
+        if load_acquire(address_of(carrier, "asleep")) != 0 and (
+            _blocked(carrier) or _declined(carrier) or _busy(carrier)
+        ):
             raise_event(carrier.wake, address_of(carrier, "one"))
     return 1 if moved else 0
 
@@ -202,7 +204,7 @@ def _patience(carrier: Any, quiet: int) -> int:
         return _MEMORY_NS
     if _replays(carrier):
         return _MEMORY_NS if quiet < _RECENT else _REPLAY_NS
-    return _LEFT_NS if _left(carrier) else _IDLE_NS
+    return _DECLINED_NS if _declined(carrier) else _IDLE_NS
 
 
 @register_jitable

@@ -117,7 +117,7 @@ RAIL = np.dtype([
     ("rate", "f8"),  # bytes a nanosecond while the connection was full; 0: it was not yet
     ("full_since", "i8"),  # 0: it is not; bytes acknowledged then
     ("acknowledged", "i8"),
-    ("left", "i8"),  # whether it has left a slot to another rail, when it was looked at last
+    ("declined", "i8"),  # whether it has left a slot to another rail, when it was looked at last
     # the frame that is being sent
     ("out", "i8"),  # address of its header; 0: none
     ("out_data", "i8"),
