@@ -209,10 +209,11 @@ def starved(comm, seconds):
     assert (x == 7).all()
 
 
-def share(comm):
-    """Large messages one way; rank 0 tells the bytes that it has sent over each interface, in their order."""
-    x = np.zeros(1 << 20)
-    for number in range(8):
+def share(comm, mib, times):
+    """Messages one way, each behind the other; rank 0 tells the bytes that it has sent over each interface, in their order."""
+    x = np.zeros(int(mib) << 17)
+    for number in range(int(times)):
+        comm.barrier()
         if comm.rank == 0:
             x[:] = number
             comm.send(x, 1)

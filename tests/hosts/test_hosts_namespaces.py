@@ -37,9 +37,17 @@ def test_listening(two_hosts, nics, networks):
 @pytest.mark.parametrize("two_hosts", [{"rate": ("500mbit", "50mbit")}], indirect=True, ids=["a tenth"])
 def test_slow_link(two_hosts):
     """Two links carry a message together, each as much as it can: of a tenth of the speed, about a tenth."""
-    text, _ = two_hosts.run("share")
+    text, _ = two_hosts.run("share", 8, 8)
     fast, slow = json.loads(text.splitlines()[-1])
     assert fast + slow > 64 << 20 and 0.02 * fast < slow < 0.3 * fast
+
+
+@pytest.mark.parametrize("two_hosts", [{"rate": ("400mbit", "40mbit")}], indirect=True, ids=["a tenth"])
+def test_slow_link_and_small_messages(two_hosts):
+    """A link that has all of a message in its buffers before the first part arrives is known by the messages before."""
+    text, _ = two_hosts.run("share", 1, 24)
+    fast, slow = json.loads(text.splitlines()[-1])
+    assert fast + slow > 24 << 20 and slow < 0.4 * fast
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])

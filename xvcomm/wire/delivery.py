@@ -53,6 +53,14 @@ def look(rail: Any) -> int:
 
 
 @register_jitable
+def _rate(rail: Any) -> float:
+    """Bytes a nanosecond that it carried while it was full; the kernel's figure until it was for long, 0 if it never was."""
+    if rail.rate > 0 or rail.told.limits & 1 != 0:
+        return rail.rate
+    return 1e-9 * rail.told.rate
+
+
+@register_jitable
 def _expected(rail: Any, nbytes: int, free: bool, proven: bool, now: int) -> float:
     """Nanoseconds until a rail would have delivered so many bytes more.
 
@@ -60,12 +68,12 @@ def _expected(rail: Any, nbytes: int, free: bool, proven: bool, now: int) -> flo
         free: judge it by its latest round trips, else by the shortest one.
         proven: whether its rate counts.
     """
-    told = rail.told
+    told, rate = rail.told, _rate(rail)
     round_trip = 1e3 * (told.round_trip if free else told.least_round_trip)
-    if rail.rate == 0 or not proven:
+    if rate == 0 or not proven:
         return round_trip
-    queued = max(0.0, rail.queued + (rail.sent - rail.sent_then) - rail.rate * (now - rail.looked))
-    return max(round_trip, (queued + nbytes) / rail.rate)
+    queued = max(0.0, rail.queued + (rail.sent - rail.sent_then) - rate * (now - rail.looked))
+    return max(round_trip, (queued + nbytes) / rate)
 
 
 @register_jitable
@@ -89,7 +97,7 @@ def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
         if other.told.round_trip == 0:
             continue
         free = rest <= nbytes and other.blocked == 0 and other.copying == 0
-        proven = other.rate > 0
+        proven = _rate(other) > 0
         own = _expected(rail, nbytes, free, proven, now) - _LEAST_NS
         if own > 2 * _expected(other, nbytes, free, proven, now) and own > _expected(other, rest, free, proven, now):
             if not free and now == rail.looked:

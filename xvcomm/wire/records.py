@@ -25,7 +25,8 @@ POLLED = np.dtype([("fd", "i4"), ("events", "i2"), ("revents", "i2")])
 """struct pollfd."""
 
 TOLD_BY_KERNEL = np.dtype([
-    ("flags", "u1", 8),
+    ("flags", "u1", 7),
+    ("limits", "u1"),  # bit 0: `rate` was limited by how little was sent
     ("counts", "u4", 15),
     ("round_trip", "u4"),  # microseconds that acknowledgements have taken of late
     ("windows", "u4", 8),
@@ -36,7 +37,8 @@ TOLD_BY_KERNEL = np.dtype([
     ("unsent", "u4"),  # bytes that wait for the connection
     ("least_round_trip", "u4"),  # of the last minutes
     ("arrived", "u4", 2),
-    ("times", "u8", 4),
+    ("rate", "u8"),  # bytes a second that were acknowledged of late
+    ("times", "u8", 3),
     ("delivered", "u4", 2),
     ("sent", "i8"),  # bytes, and how many of these were repeated
     ("repeated", "i8"),
