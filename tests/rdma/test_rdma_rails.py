@@ -104,7 +104,8 @@ def test_any_fault(make, fault, victim, ahead, late, delay, seed, status, again)
 
 def test_late_writes_find_slots_of_their_own(make, monkeypatch):
     """Until the other side has given a failed queue pair up, no rail sends to the slots that it may still write to."""
-    monkeypatch.setattr("xvcomm.wire.rails.STALL_SECONDS", SECONDS)  # else a busy machine loses the pair before it has sent
+    # Else a busy machine loses the pair before it has sent.
+    monkeypatch.setattr("xvcomm.wire.rails.STALL_SECONDS", SECONDS)
     hosts = make(pairs=1)
     producer, consumer = hosts.rings()
     hosts.meet()
