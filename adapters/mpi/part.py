@@ -54,7 +54,7 @@ class Part:
 
     def run(self, action: Callable[[], Any]) -> Any:
         """Run a collective after those that were started before."""
-        if self._queue.idle and not busy():
+        if not self._queue.pending and not busy():
             with self._order:
                 return action()
         future = self.start(action)

@@ -140,7 +140,7 @@ class HostPlane(Plane):
 
     @property
     def ready(self) -> bool:
-        return self._worker.idle
+        return not self._worker.pending
 
     def view(self, x: Tensor) -> ArrayView:
         return view(x, "host")
@@ -153,7 +153,7 @@ class HostPlane(Plane):
         if not (waits or alone):
             return HostWork(self._worker.submit(partial(job, self), find_call_site(_INSIDE_RUN)), tensors, what)
         try:
-            if alone or self._worker.idle:
+            if alone or not self._worker.pending:
                 job(self)
             else:
                 self._worker.submit(partial(job, self), find_call_site(_INSIDE_RUN)).result()

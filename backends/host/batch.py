@@ -33,6 +33,7 @@ class Batch:
     """Transfers that progress together; those of one ring end keep their order, also relative to other batches.
 
     Attributes:
+        ends: the ring end of each transfer.
         generation: increases whenever the batch is emptied, so that older events are known to be complete.
     """
 
@@ -46,18 +47,15 @@ class Batch:
         self._spins = spins
         self._process_memory = process_memory
         self._allot(np.zeros(8, ROW))
-        self._ends: list[RingEnd] = []
+        self.ends: list[RingEnd] = []
         # Fields per ring end that are the same for all transfers without reduction or gates, which saves half the time of a row.
         self._rests: dict[RingEnd, bytes] = {}
         self.generation = 0
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     @property
     def nbytes(self) -> int:
         """Total bytes of all transfers."""
-        return int(self._rows["message"]["nbytes"][: len(self._ends)].sum())
+        return int(self._rows["message"]["nbytes"][: len(self.ends)].sum())
 
     def add(
         self, kind: int, end: RingEnd, data: int, message: Message,
@@ -71,10 +69,10 @@ class Batch:
             lane: index of its stream.
             gates: for each stream n, the number of first transfers of which those on that stream must be complete before.
         """
-        index = len(self._ends)
+        index = len(self.ends)
         if index == len(self._rows):
             self._grow()
-        self._ends.append(end)
+        self.ends.append(end)
         plain = combine == lane == 0 and gates is NO_GATES
         rest = self._rests.get(end) if plain else None
         if rest is None:
@@ -107,15 +105,15 @@ class Batch:
         Raises:
             RingStopped: an abort word is set, or two descriptions differ.
         """
-        code = drive(self._address, len(self._ends), wake, seen, self._spins, budget)
+        code = drive(self._address, len(self.ends), wake, seen, self._spins, budget)
         if code & 0xFF in (STOPPED, MISMATCH):
-            end = self._ends[code >> 8]
+            end = self.ends[code >> 8]
             raise RingStopped(end, end.abort_word(), int(self._rows["sequence"][code >> 8]))
         return int(code)
 
     def move_ready(self) -> bool:
         """Progress what needs no waiting; returns whether the batch is complete and empty. Errors are left to `drive`."""
-        done = drive(self._address, len(self._ends), 0, 0, 0, AT_ONCE) == READY
+        done = drive(self._address, len(self.ends), 0, 0, 0, AT_ONCE) == READY
         if done:
             self._clear()
         return done
@@ -128,9 +126,9 @@ class Batch:
             RingStalled: the deadline has passed.
         """
         try:
-            while self._ends and self.drive() != READY:
+            while self.ends and self.drive() != READY:
                 if deadline.expired():
-                    raise RingStalled([self._ends[i] for i in self.open_rows()])
+                    raise RingStalled([self.ends[i] for i in self.open_rows()])
         except BaseException:
             self.discard()
             raise
@@ -139,43 +137,39 @@ class Batch:
     def discard(self) -> None:
         """Give up all transfers; the caller must stop their rings."""
         for i in self.open_rows():
-            self._ends[i].give_up()
+            self.ends[i].give_up()
         self._clear()
 
     def open_rows(self) -> list[int]:
         """Indices of transfers that are not complete."""
-        return np.flatnonzero(self._phases[: len(self._ends)] != DONE).tolist()
+        return np.flatnonzero(self._phases[: len(self.ends)] != DONE).tolist()
 
     def done(self, index: int) -> bool:
         """Whether a transfer is complete."""
         return bool(self._phases[index] == DONE)
 
-    def end(self, index: int) -> RingEnd:
-        """The ring end of a transfer."""
-        return self._ends[index]
-
     def take(self, other: Batch) -> range:
         """Append all transfers of `other`, which is then empty; returns their indices."""
-        first, count = len(self._ends), len(other._ends)
+        first, count = len(self.ends), len(other.ends)
         while first + count > len(self._rows):
             self._grow()
         self._rows[first : first + count] = other._rows[:count]
         # Only executors use gates, and they complete their batch themselves.
         self._rows["gates"][first : first + count] = 0
-        self._ends += other._ends
+        self.ends += other.ends
         other._clear()
         return range(first, first + count)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Keep only these transfers, in order; others that are not complete are given up."""
         for i in set(self.open_rows()).difference(indices):
-            self._ends[i].give_up()
+            self.ends[i].give_up()
         self._rows[: len(indices)] = self._rows[list(indices)]
-        self._ends = [self._ends[i] for i in indices]
+        self.ends = [self.ends[i] for i in indices]
 
     def _clear(self) -> None:
         self.generation += 1
-        self._ends.clear()
+        self.ends.clear()
 
     def _grow(self) -> None:
         self._allot(np.concatenate([self._rows, np.zeros_like(self._rows)]))

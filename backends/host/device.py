@@ -63,7 +63,7 @@ class HostStream(Stream):
 
     def record_event(self) -> tuple[int, int, int]:
         """See `Stream.record_event`: the batch's generation, its length, the lane."""
-        return self.batch.generation, len(self.batch), self.lane
+        return self.batch.generation, len(self.batch.ends), self.lane
 
     def wait(self, event: object) -> None:
         generation, length, lane = cast(tuple[int, int, int], event)
@@ -86,7 +86,7 @@ class HostStream(Stream):
 
     def synchronize(self) -> None:
         """See `Stream.synchronize`; also completes the other lanes."""
-        if len(self.batch):
+        if self.batch.ends:
             self.batch.finish(self.deadline)
 
     def flush(self) -> Future[None]:

@@ -69,7 +69,7 @@ class Engine:
         try:
             while batch.drive() != READY:
                 if deadline.expired():
-                    raise RingStalled([batch.end(i) for i in batch.open_rows()])
+                    raise RingStalled([batch.ends[i] for i in batch.open_rows()])
                 if patience.expired():
                     self._hand_over(mine)
                     return True
@@ -108,7 +108,7 @@ class Engine:
         ended: list[tuple[_Job, Exception | None]] = []
         for job in self._jobs:
             waiting = [i for i in job.rows if not self._batch.done(i)]
-            ends = [self._batch.end(i) for i in waiting]
+            ends = [self._batch.ends[i] for i in waiting]
             if not waiting:
                 ended.append((job, None))
             elif failure is not None and failure.end in ends:

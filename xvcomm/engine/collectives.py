@@ -82,7 +82,7 @@ class Collectives(ABC):
         try:
             if self._native_only:
                 native, on.deadline = context.native(call.deadline), call.deadline
-                native.run(call.form(), array.address(call.src), array.address(call.dst), on)
+                native.run(call.form(), *call.addresses, on)
             elif not (self._alone and call.idle()):
                 event, ends = self._carry_out(context.planner.plan(call.request()), call, operation, on)
         except BaseException as error:
@@ -108,15 +108,15 @@ class HostCollectives(Collectives):
 
     def run(self, call: CollectiveRequest) -> Any:
         self._admit(call)
-        if not self._worker.idle:
+        if self._worker.pending:
             return self._submit(call).result()
         ready: PreparedCall | None = self._launch_of(call) if self._native_only else None
-        if ready is not None:
-            addresses = array.address(call.src), array.address(call.dst)
-            if ready.run(*addresses, call.call_site or find_call_site(_INSIDE), call.deadline.at):
-                if call.key is not None:
-                    self._context.launches.alias(call.key, ready)
-                return call.result()
+        if ready is not None and ready.run(
+            *call.addresses, call.call_site or find_call_site(_INSIDE), call.deadline.at
+        ):
+            if call.key is not None:
+                self._context.launches.alias(call.key, ready)
+            return call.result()
         self._context.lifecycle.ensure_open(call.op)  # in a forked child the gate may stay closed for ever
         return self._run(call)
 

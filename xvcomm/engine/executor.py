@@ -15,7 +15,6 @@ from xvcomm.engine.launch import EnqueuedStep, Place
 from xvcomm.engine.planner import Plan
 from xvcomm.engine.request import CollectiveRequest
 from xvcomm.engine.session.rings import SHORT_LAYOUT, Use
-from xvcomm.memory import array
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import (
     Buf,
@@ -90,7 +89,7 @@ class Executor:
         self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
     ) -> tuple[None, dict[RingEnd, int]]:
         nbytes = plan.schedule.scratch * call.dtype.itemsize
-        scratch = self.serial_scratch(nbytes, user.queue, array.address(call.dst))
+        scratch = self.serial_scratch(nbytes, user.queue, call.addresses[1])
         run = _Run(self._context, plan, dict.fromkeys(_LANES, user), call, operation, scratch)
         user.deadline = call.deadline
         for steps in plan.runs:
@@ -101,7 +100,7 @@ class Executor:
         self, plan: Plan, call: CollectiveRequest, operation: Operation, user: Stream
     ) -> tuple[Event | None, dict[RingEnd, int]]:
         nbytes, captured = plan.schedule.scratch * call.dtype.itemsize, user.capturing()
-        scratch = self._scratch_address(nbytes + _WORD) + array.address(call.dst) % _WORD if nbytes else 0
+        scratch = self._scratch_address(nbytes + _WORD) + call.addresses[1] % _WORD if nbytes else 0
         # A graph's events mean nothing outside it; replays are ordered by the stream that they are launched on.
         last = None if captured or self._user is user else self._last
         lanes = [stream for lane, stream in self._streams.items() if lane in plan.lanes]
@@ -198,7 +197,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self._use = Use.SHORT if plan.exchange is Exchange.RANKS else Use.COLLECTIVE
         self._context, self._device, self._streams = context, context.device, streams
-        src, dst = array.address(call.src), array.address(call.dst)
+        src, dst = call.addresses
         self._bases = {Buf.IN: src, Buf.OUT: dst, Buf.TMP: scratch, Buf.WIDE: wide}
         self._dtype, self._op, self._deadline, self._operation = call.dtype, call.how(), call.deadline, operation
         self.ends: dict[RingEnd, int] = {}

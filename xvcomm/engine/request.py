@@ -70,6 +70,12 @@ class CollectiveRequest(msgspec.Struct, eq=False, gc=False):
         """The array whose stream it is ordered on: the output, if there is one."""
         return self.src if self.dst is None else self.dst
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where input and output begin; 0 for one that this rank does not have."""
+        src, dst = self.src, self.dst
+        return 0 if src is None else src.address, 0 if dst is None else dst.address
+
     def how(self) -> Reduction:
         """The reduction, for operations that do not care which."""
         return self.reduction or _NO_REDUCTION

@@ -67,9 +67,8 @@ class StreamCollectives(Collectives):
         waits = handle is None or call.op is _BARRIER or (call.dst is not None and call.dst.staged)
         if handle is not None and not waits:
             ready: Launch | None = self._launch_of(call)
-            addresses = array.address(call.src), array.address(call.dst)
             if ready is not None and ready.run(
-                handle, call.deadline.at, call.call_site or find_call_site(_INSIDE), *addresses
+                handle, call.deadline.at, call.call_site or find_call_site(_INSIDE), *call.addresses
             ):
                 if call.key is not None:
                     context.launches.alias(call.key, ready)
@@ -92,11 +91,8 @@ class StreamCollectives(Collectives):
         ready: Launch | None = self._launch_of(call)
         with self._starting:
             if ready is not None and branch is not None:
-                call_site, addresses = (
-                    call.call_site or find_call_site(_INSIDE),
-                    (array.address(call.src), array.address(call.dst)),
-                )
-                if ready.run(handle or 0, call.deadline.at, call_site, *addresses, branch=branch):
+                call_site = call.call_site or find_call_site(_INSIDE)
+                if ready.run(handle or 0, call.deadline.at, call_site, *call.addresses, branch=branch):
                     return Work(call, Launched(branch, call, branch.ends))
             user = user or self._context.device.adopt(handle)
             tracker.seal_if_deadline_differs(own.queue[0], call.deadline)

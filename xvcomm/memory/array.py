@@ -81,11 +81,6 @@ def finish(x: ArrayView) -> Any:
     return made.to_device(array.device) if getattr(array, "committed", True) else made
 
 
-def address(x: ArrayView | None) -> int:
-    """Where an array begins; 0 where there is none."""
-    return x.address if x is not None else 0
-
-
 def stream_now(x: ArrayView | None, given: int | None) -> int | None:
     """Handle of the stream that the array's framework works on at this moment; `given` where it does not say, nor did before."""
     now = None if x is None or x.stream is None else view(x.array).stream

@@ -191,20 +191,19 @@ class Work:
 
 
 class OrderedWorker:
-    """A daemon thread that runs calls one after the other: the host's stream."""
+    """A daemon thread that runs calls one after the other: the host's stream.
+
+    Attributes:
+        pending: number of calls that are queued or running.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int] | None] = queue.SimpleQueue()
         self._name = name
         self._thread: Daemon | None = None
-        self._pending = 0
+        self.pending = 0
         self._lock = threading.Lock()
         self._forks = forks()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or running."""
-        return self._pending == 0
 
     def submit(self, call: Callable[[], Any], call_site: int) -> Future[Any]:
         """Run `call` after all that were submitted before; at once in a callback of this thread, which may wait for it.
@@ -226,7 +225,7 @@ class OrderedWorker:
             if self._thread is None:
                 self._thread = Daemon(self._name, self._run)
             self._thread.start()
-            self._pending += 1
+            self.pending += 1
         self._calls.put((future, call, call_site))
         return future
 
@@ -246,10 +245,10 @@ class OrderedWorker:
                 result = called_at(call_site, call)
             except BaseException as error:
                 with self._lock:
-                    self._pending -= 1
+                    self.pending -= 1
                 future.set_exception(error)
             else:
                 with self._lock:
-                    self._pending -= 1
+                    self.pending -= 1
                 future.set_result(result)
             del future, call, item
