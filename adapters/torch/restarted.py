@@ -24,7 +24,7 @@ def refuse(ours: str) -> None:
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         if {part.rpartition(":")[2].lower() for part in str(backend).split(",")} & {ours, replacement()}:
             from xvcomm.adapters.torch.errors import mapped
-            from xvcomm.comm.init import refuse_rejoining
+            from xvcomm.comm.rejoining import refuse_rejoining
 
             with mapped():
                 refuse_rejoining("a process group of torch.distributed")

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-import uuid
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xvcomm.abc.store import NotSet, PrefixStore, Store
+from xvcomm.abc.store import PrefixStore, Store
+from xvcomm.comm.rejoining import has_rejoined, note_rejoined, rejoin
+from xvcomm.comm.turns import attempt, epoch, namespace, set_epoch
 from xvcomm.config import Config
-from xvcomm.errors import ArgumentError, ConfigError, DeadlineExceeded, PeerLost, XvcommError
-from xvcomm.rendezvous import returning
+from xvcomm.errors import ArgumentError, ConfigError, PeerLost
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover
 from xvcomm.rendezvous.kubernetes import this_pod
 from xvcomm.rendezvous.slurm import slurm_address
-from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, awaits, need_secret
-from xvcomm.rendezvous.store.folder import lives
+from xvcomm.rendezvous.store import FileStore, MemoryStore, StoreAddress, TcpStore, need_secret
 from xvcomm.rendezvous.store.hosting import loopback, meet, own_address, protect, serve_or_join
 from xvcomm.rendezvous.store.wrappers import JaxStore, TorchStore, mpi_store, torch_store, world
 from xvcomm.system import interrupts, limits
@@ -31,13 +28,7 @@ from xvcomm.types.deadline import Deadline
 if TYPE_CHECKING:
     from xvcomm.comm.communicator import Communicator
 
-_PROCESS = uuid.uuid4().hex
 _LINGER_SECONDS = 3.0
-# Number of communicators that this process has had at a rendezvous address, as a rank. The next one uses it as epoch, so that
-# it cannot join a store that other ranks have not closed yet.
-_epochs: Counter[tuple[str, int]] = Counter()
-_rejoined: set[int] = set()
-"""The process that has joined a job that ran; what it joins afterwards begins."""
 
 
 @limits.told("join the job")
@@ -90,24 +81,25 @@ def init(
         config, rank=launcher.rank, size=launcher.size, local_rank=launcher.local_rank, local_size=launcher.local_size
     )
     deadline = Deadline.after(config.timeout)
-    returns = config.rejoin and os.getpid() not in _rejoined
+    returns = config.rejoin and not has_rejoined()
     if returns:
         waiting = deadline if timeout is not None else Deadline.after(config.rejoin_timeout)
-        found = _rejoin(store, launcher, config, env, deadline, waiting)
+        found = rejoin(store, launcher, config, env, deadline, waiting)
         if found is not None:
             return found
-    if store is None or isinstance(store, str):
-        base, place = rendezvous(launcher, config, env, deadline), _place(launcher, config)
+    by_address = store is None or isinstance(store, str)
+    if by_address:
+        base = rendezvous(launcher, config, env, deadline)
     else:
-        base, place = _wrap(store, launcher, env, deadline, config.secret), None
+        base = _wrap(store, launcher, env, deadline, config.secret)
 
     try:
-        space = _namespace(base, launcher.rank, env, deadline, _epochs[place, launcher.rank] if place else 0)
+        space = namespace(base, launcher.rank, env, deadline, epoch(launcher, config) if by_address else 0)
         comm = Communicator.join(
             space, launcher.rank, launcher.size, config=config, deadline=deadline, on_close=base.close
         )
         if returns:
-            _return(base, launcher, deadline)
+            note_rejoined(base, launcher, deadline)
     except BaseException as error:
         wrong = isinstance(error, ConfigError) and launcher.rank == 0 and launcher.size > 1
         if wrong or (isinstance(error, PeerLost) and base.served_here):
@@ -115,8 +107,8 @@ def init(
             time.sleep(_LINGER_SECONDS)
         base.close()
         raise
-    if place is not None:
-        _epochs[place, launcher.rank] += 1
+    if by_address:
+        set_epoch(launcher, config, epoch(launcher, config) + 1)
     return comm
 
 
@@ -145,7 +137,7 @@ def rendezvous(launcher: LauncherEnvironment, config: Config, env: Mapping[str, 
         return MemoryStore()
     jax = _jax_state()
     if jax is not None and (jax.process_id, jax.num_processes) == (launcher.rank, launcher.size):
-        bootstrap = PrefixStore(f"xvcomm-{_epochs[_place(launcher, config), launcher.rank]}", JaxStore(jax.client))
+        bootstrap = PrefixStore(f"xvcomm-{epoch(launcher, config)}", JaxStore(jax.client))
         return protect(bootstrap, launcher.rank, _host(launcher), deadline, config.secret)
     if launcher.name == "torchrun":
         return _by_torchrun(launcher, config, env, deadline)
@@ -154,11 +146,10 @@ def rendezvous(launcher: LauncherEnvironment, config: Config, env: Mapping[str, 
     if launcher.name == "slurm":
         host, port = slurm_address(env)
         host = loopback() if _is_loopback(host) else host
-        epoch = _epochs[_place(launcher, config), launcher.rank]
-        return serve_or_join(host, port, need_secret(config.secret), launcher.rank, deadline, epoch)
+        return serve_or_join(host, port, need_secret(config.secret), launcher.rank, deadline, epoch(launcher, config))
     if launcher.name == "kubernetes" and (pod := this_pod(env)) is not None:
-        epoch = _epochs[_place(launcher, config), launcher.rank]
-        return serve_or_join(pod.host, pod.port, need_secret(config.secret), launcher.rank, deadline, epoch)
+        secret = need_secret(config.secret)
+        return serve_or_join(pod.host, pod.port, secret, launcher.rank, deadline, epoch(launcher, config))
     if launcher.name == "jax":
         raise ConfigError(
             "JAX_PROCESS_ID is set but jax.distributed is not initialized with these numbers: call "
@@ -188,20 +179,19 @@ def _configure(env: Mapping[str, str], *, store: Any, **given: Any) -> Config:
 def _by_address(launcher: LauncherEnvironment, config: Config, deadline: Deadline) -> Store:
     assert config.store is not None
     address = StoreAddress.parse(config.store)
-    epoch = _epochs[_place(launcher, config), launcher.rank]
     if address.folder is not None:
         FileStore(address.folder)  # raises ConfigError if others can change its contents
-        store = FileStore(address.folder / str(epoch), ranks=launcher.size)
+        store = FileStore(address.folder / str(epoch(launcher, config)), ranks=launcher.size)
         store.enter(launcher.size, deadline)
         return store
     secret = need_secret(config.secret)
     if address.hosted:
         return TcpStore(address.host, address.port, secret, deadline)
-    return serve_or_join(address.host, address.port, secret, launcher.rank, deadline, epoch)
+    return serve_or_join(address.host, address.port, secret, launcher.rank, deadline, epoch(launcher, config))
 
 
 def _by_torchrun(launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline) -> Store:
-    place = f"xvcomm-{_epochs[_place(launcher, config), launcher.rank]}"
+    place = f"xvcomm-{epoch(launcher, config)}"
     folder = _agent_folder(launcher, env)
     if folder is not None:
         return meet(FileStore(folder / place, ranks=1), launcher.rank, loopback(), deadline, config.secret)
@@ -215,7 +205,7 @@ def _by_torchrun(launcher: LauncherEnvironment, config: Config, env: Mapping[str
         _warn_of_torchs_store(f"{host}:{port}", launcher)
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     bootstrap = torch_store(host, int(port), launcher.rank == 0 and not agent, deadline)
-    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{_attempt(env)}/{launcher.size}"
+    run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{attempt(env)}/{launcher.size}"
     return meet(PrefixStore(f"{place}/{run}", bootstrap), launcher.rank, host, deadline, config.secret)
 
 
@@ -245,7 +235,7 @@ def _agent_folder(launcher: LauncherEnvironment, env: Mapping[str, str]) -> Path
     error_file = Path(env.get("TORCHELASTIC_ERROR_FILE") or "/")
     rank_folder, attempt_folder = error_file.parent, error_file.parent.parent
     alone = launcher.local_size == launcher.size
-    usual = rank_folder.name == str(launcher.local_rank) and attempt_folder.name == f"attempt_{_attempt(env)}"
+    usual = rank_folder.name == str(launcher.local_rank) and attempt_folder.name == f"attempt_{attempt(env)}"
     return attempt_folder if alone and usual else None
 
 
@@ -297,7 +287,7 @@ def _wrap(
     else:
         raise _no_store(store)
     return protect(
-        _namespace(bootstrap, launcher.rank, env, deadline, None),
+        namespace(bootstrap, launcher.rank, env, deadline, None),
         launcher.rank,
         _host(launcher),
         deadline,
@@ -326,117 +316,3 @@ def _is_mpi(store: Any) -> bool:
 def _host(launcher: LauncherEnvironment) -> str:
     """Address of this host for the other ranks."""
     return loopback() if launcher.local_size == launcher.size else own_address()
-
-
-def _place(launcher: LauncherEnvironment, config: Config) -> str:
-    return config.store or launcher.name
-
-
-def _attempt(env: Mapping[str, str]) -> str:
-    return env.get("TORCHELASTIC_RESTART_COUNT") or "0"
-
-
-def _namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline, epoch: int | None) -> Store:
-    """A part of the store that no earlier communicator has used.
-
-    Args:
-        epoch: of the job, for processes that join it meanwhile; None if it does not run in this store.
-
-    A store may be used by many communicators in turn. Every process counts its own in the store. The key contains the process,
-    so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
-    """
-    place = f"xvcomm/{_attempt(env)}"
-    turn = store.add(_turns(place, rank), 1, deadline)
-    if rank == 0 and epoch is not None:
-        store.set(f"{place}/running", b"%d %d" % (turn, epoch), deadline)
-    return PrefixStore(f"{place}/{turn}", store)
-
-
-def _turns(place: str, rank: int) -> str:
-    return f"{place}/turns/{rank}/{_PROCESS}-{os.getpid()}"  # the pid, because a fork copies _PROCESS
-
-
-def _rejoin(
-    store: Any, launcher: LauncherEnvironment, config: Config, env: Mapping[str, str], deadline: Deadline, waiting: Deadline
-) -> Communicator | None:  # fmt: skip
-    """Join a job that runs; serves no store and counts for none, because the job's is there already.
-
-    None if the job waits for this rank to begin, as the process before has ended too early: it is to join as any other.
-
-    Args:
-        deadline: to find the job.
-        waiting: to be taken in.
-    """
-    from xvcomm.comm.communicator import Communicator
-
-    if not (store is None or isinstance(store, str | Store)):
-        refuse_rejoining(f"a store that is a {type(store).__name__}")
-    base = PrefixStore("init", store) if isinstance(store, Store) else _running(config, deadline)
-    try:
-        turn, epoch = _current(base, launcher, env, deadline)
-        space, begins = PrefixStore(f"xvcomm/{_attempt(env)}/{turn}", base), turn == 0
-        if not begins:
-            begins = awaits(PrefixStore("join", space), launcher.rank, deadline)
-            turns = _turns(f"xvcomm/{_attempt(env)}", launcher.rank)
-            base.add(turns, turn - begins, deadline)  # as if it had been there before
-        if not isinstance(store, Store):
-            _epochs[_place(launcher, config), launcher.rank] = epoch + (not begins)
-        if begins:
-            base.close()
-            return None
-        comm = Communicator.rejoin(space, launcher.rank, config=config, deadline=waiting, on_close=base.close)
-        _return(base, launcher, Deadline.after(config.timeout))
-    except BaseException:
-        base.close()
-        raise
-    return comm
-
-
-def refuse_rejoining(what: str) -> None:
-    """Raise ConfigError if this process is still to join a job that runs, since it cannot with what it uses.
-
-    Args:
-        what: it uses, in words.
-    """
-    if os.getpid() not in _rejoined:
-        raise ConfigError(
-            f"a rank that was started again (XVCOMM_REJOIN=1) cannot join the others through {what}: use torchrun "
-            "--max-restarts, which starts all ranks again, or join by xvcomm.init() with an address in XVCOMM_STORE first"
-        )
-
-
-def _current(
-    store: Store, launcher: LauncherEnvironment, env: Mapping[str, str], deadline: Deadline
-) -> tuple[int, int]:
-    """Turn and epoch of the job that runs in a store; zeros if rank 0 is to begin the first one."""
-    try:
-        found = store.get(f"xvcomm/{_attempt(env)}/running", Deadline.after(0) if launcher.rank == 0 else deadline)
-    except NotSet:
-        if launcher.rank == 0:
-            return 0, 0
-        raise DeadlineExceeded(
-            "no job runs in this store, which XVCOMM_REJOIN=1 is to join: unset XVCOMM_REJOIN", rank=launcher.rank
-        ) from None
-    turn, epoch = map(int, found.split())
-    return turn, epoch
-
-
-def _return(store: Store, launcher: LauncherEnvironment, deadline: Deadline) -> None:
-    """Note that this process has joined the job in the place of another one."""
-    _rejoined.add(os.getpid())
-    with contextlib.suppress(XvcommError):
-        returning.tell(store, launcher.rank, deadline)
-
-
-def _running(config: Config, deadline: Deadline) -> Store:
-    """The store of a job that runs."""
-    if config.store is None:
-        raise ConfigError(
-            "XVCOMM_REJOIN=1 needs XVCOMM_STORE, the address of the store of the job that runs: a launcher serves it, or it is "
-            "a folder, or rank 0 serves it and lives"
-        )
-    address = StoreAddress.parse(config.store)
-    if address.folder is None:
-        return TcpStore(address.host, address.port, need_secret(config.secret), deadline, epoch=None)
-    epochs = [path for path in address.folder.glob("*") if path.name.isdigit()]
-    return FileStore(max(epochs, key=lambda path: (lives(path), int(path.name)), default=address.folder / "0"))
