@@ -10,7 +10,7 @@ import pytest
 
 from xvcomm.engine.branch import Branch, Launched
 from xvcomm.engine.inflight.batch import Batch
-from xvcomm.engine.inflight.tracker import AsyncGroup
+from xvcomm.engine.inflight.open_batch import AsyncGroup
 from xvcomm.engine.inflight.work import Work
 from xvcomm.engine.request import CollectiveRequest, MessageRequest
 from xvcomm.errors import ArgumentError, DeadlineExceeded, PeerLost

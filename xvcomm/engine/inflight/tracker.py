@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Protocol, cast
 from weakref import ref
@@ -20,7 +20,8 @@ from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Device, Event, Stream
 from xvcomm.abc.launch import EnqueuedEvents, SupportsEnqueuedEvents
 from xvcomm.engine.inflight.batch import Batch, Contents
-from xvcomm.engine.inflight.log import APART, ROOM, Ends, LaunchLog, LoggedOperations
+from xvcomm.engine.inflight.log import ROOM, Ends
+from xvcomm.engine.inflight.open_batch import AsyncGroup, OpenBatch
 from xvcomm.engine.inflight.work import Completion, Request
 from xvcomm.errors import ArgumentError
 from xvcomm.memory.ring import RingEnd
@@ -74,77 +75,6 @@ class Owner(Protocol):
         """The same of several at once."""
 
 
-class AsyncGroup:
-    """Asynchronous operations that end as one batch.
-
-    Attributes:
-        keep: their requests, which must live until the batch ends.
-        batch: the batch, once it is sealed. It may contain one more operation, which was logged while it was sealed.
-    """
-
-    __slots__ = ("batch", "keep")
-
-    def __init__(self) -> None:
-        self.keep: set[object] = set()
-        self.batch: Batch | None = None
-
-
-class _OpenBatch:
-    """Collects operations on one stream until they are sealed as a `Batch`.
-
-    Args:
-        events: see `LaunchLog`.
-    """
-
-    def __init__(
-        self, rings: Mapping[int, RingEnd], stream: Stream, events: EnqueuedEvents | None, blocking: bool
-    ) -> None:
-        self.log, self.stream, self.blocking, self.group = LaunchLog(rings, events), stream, blocking, AsyncGroup()
-        self._begin()
-
-    def _begin(self) -> None:
-        self.deadline = NEVER
-        self.operations: list[Operation] = []
-        self.ends: Ends = []
-
-    def __bool__(self) -> bool:
-        """Whether it contains operations."""
-        return bool(self.operations or self.log or self.group.keep)
-
-    def add(self, operations: Sequence[Operation], deadline: Deadline, ends: Ends) -> None:
-        """Add operations that Python has begun."""
-        if deadline.at < self.deadline.at:
-            self.deadline = deadline
-        self.log.note_deadline(deadline.at)
-        self.operations.extend(operations)
-        self.ends.extend(ends)
-
-    def accepts(self, deadline: Deadline) -> bool:
-        """Whether an operation with this deadline may share an event with the operations in it; see `APART`."""
-        soonest = self.log.deadline
-        return soonest == deadline.at or abs(soonest - deadline.at) < APART
-
-    def look(self) -> Contents:
-        """Its contents so far, with their earliest deadline."""
-        return self._contents(self.log.look())
-
-    def take(self) -> tuple[Contents, AsyncGroup]:
-        """Remove and return its contents."""
-        group, self.group = (
-            self.group,
-            AsyncGroup(),
-        )  # before the log is read: an operation logged meanwhile and its group agree
-        found = self._contents(self.log.take())
-        self._begin()
-        return found, group
-
-    def _contents(self, logged: LoggedOperations | None) -> Contents:
-        deadline = self.deadline
-        if logged is not None and logged.deadline < deadline.at:
-            deadline = Deadline(logged.deadline)
-        return Contents(self.operations, deadline, self.ends, logged)
-
-
 class Tracker:
     """The batches of one communicator, in order for each stream. Thread-safe.
 
@@ -154,7 +84,7 @@ class Tracker:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._open_batches: dict[int, _OpenBatch] = {}
+        self._open_batches: dict[int, OpenBatch] = {}
         self.rings: dict[int, RingEnd] = {}
         self._gate = threading.Lock()
         self._sealing: Contents | None = None
@@ -223,7 +153,7 @@ class Tracker:
         with self._gate:
             self._seal(handle, self._at(handle))
 
-    def _at(self, handle: int, blocking: bool = True) -> _OpenBatch:
+    def _at(self, handle: int, blocking: bool = True) -> OpenBatch:
         found = self._open_batches.get(handle)
         if found is None:
             device = self._owner.device
@@ -231,10 +161,10 @@ class Tracker:
             events = None
             if isinstance(device, SupportsEnqueuedEvents) and not stream.lasting:
                 events = device.enqueued_events(stream)
-            found = self._open_batches[handle] = _OpenBatch(self.rings, stream, events, blocking)
+            found = self._open_batches[handle] = OpenBatch(self.rings, stream, events, blocking)
         return found
 
-    def _seal(self, handle: int, g: _OpenBatch) -> None:
+    def _seal(self, handle: int, g: OpenBatch) -> None:
         """Turn an open batch into a tracked one, with an event after it unless compiled code recorded one. Needs the lock."""
         stream = self._owner.device.adopt(handle) if g.stream.lasting else g.stream
         if stream.lasting and stream.capturing():
