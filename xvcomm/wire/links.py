@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xvcomm.abc import transport as abc
-from xvcomm.abc.cards import Cards, Pair
+from xvcomm.abc.cards import Cards
 from xvcomm.errors import AuthenticationError, ResourceError, XvcommError
 from xvcomm.system.notice import notice
 from xvcomm.types.deadline import Deadline
@@ -24,14 +24,13 @@ from xvcomm.wire import handshake
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, set_up
 from xvcomm.wire.incoming import PROTOCOL
-from xvcomm.wire.pairing import PairRail, pair_up
+from xvcomm.wire.link_pairs import LinkPairs
 from xvcomm.wire.paths import Paths
 from xvcomm.wire.rails import SILENT_SECONDS, STALL_SECONDS, Rail
 from xvcomm.wire.reachability import REMEDY, Search, connect, reason, told
 from xvcomm.wire.records import DOWN
 from xvcomm.wire.sockets import TAMPERED
 from xvcomm.wire.tls import Tls
-from xvcomm.wire.troubles import Troubles
 
 _RETRY_SECONDS = 0.5
 _REMEDY = f"{REMEDY}; `xvcomm doctor --reach`, started as the ranks are, shows who reaches whom"
@@ -71,6 +70,7 @@ class Link:
         number: index of the carrier's record.
         rails: by the carrier's index.
         paths: where it has had rails.
+        pairs: queue pairs of rails, and of lost ones.
         gone: whether the process has ended, has left, or cannot be reached.
     """
 
@@ -79,9 +79,8 @@ class Link:
         self.rails: dict[int, Rail] = {}
         self.paths = Paths()
         self.gone = False
-        self._pairing: set[Ends] = set()  # rails of RDMA that are being made
-        self._failing: dict[int, PairRail] = {}  # queue pairs of lost rails, of which something may still arrive there
-        self._troubles = Troubles(own.carrier, self.number, own.timeout)
+        self.pairs = LinkPairs(own, rank, self.number, self.rails)
+        self._troubles = self.pairs.troubles
         self._seen = self._heard = time.monotonic()  # when it last had a rail or its host answered; when something came
         self._accepted = -math.inf  # when its host has accepted a connection
         self._awaited = -math.inf  # until when the first ring has waited
@@ -129,7 +128,7 @@ class Link:
         return bool(routes)
 
     def _up(self) -> set[Ends]:
-        return {rail.ends for rail in self.rails.values()} | self._pairing
+        return {rail.ends for rail in self.rails.values()} | self.pairs.making
 
     async def _dial(self, route: Route) -> None:
         """Try once to make a rail."""
@@ -146,7 +145,7 @@ class Link:
                 self._troubles.note_route(f"{route}: {why}")
         except ResourceError as error:
             why = str(error)
-            self.say_rdma(route.ends, why)
+            self.pairs.say(route.ends, why)
             await asyncio.sleep(_RDMA_RETRY_SECONDS)
         finally:
             self._search.end(route, why, refused=refused)
@@ -203,19 +202,10 @@ class Link:
 
     async def _use_rdma(self, connection: socket.socket, both: Ends) -> None:
         """Make a rail of a queue pair; the connection only tells when the other side gives it up."""
-        own = self._own
-        if own.cards is None:
-            raise handshake.Malformed(
-                "it wants RDMA, which is not in use here; set XVCOMM_RDMA to the same on all ranks"
-            )
-        self._pairing.add(both)
-        try:
-            made = await pair_up(own.cards, connection, both[0])
-        finally:
-            self._pairing.discard(both)
+        made = await self.pairs.make(connection, both)
         path = self.paths.use("rdma", both)
         try:
-            index = own.carrier.use_pair(self.number, path, made.posted)
+            index = self._own.carrier.use_pair(self.number, path, made.posted)
         except ResourceError:
             made.give_back()
             raise
@@ -227,28 +217,6 @@ class Link:
         asyncio.get_running_loop().remove_reader(connection.fileno())
         if index in self.rails and self.rails[index].connection is connection:
             self._own.carrier.drop(index)
-
-    def fail(self, why: str, pairs: Sequence[Pair]) -> None:
-        """A device has reported that queue pairs cannot be used any more."""
-        for index, made in self._pairs():
-            if made.pair in pairs:
-                made.why = made.why or why
-                self._own.carrier.drop(index)
-
-    def _pairs(self) -> list[tuple[int, PairRail]]:
-        """The queue pairs of rails, and of rails that are lost, by the carrier's index."""
-        up = [(index, rail.rdma) for index, rail in self.rails.items() if rail.rdma is not None]
-        return [*up, *self._failing.items()]
-
-    def hear_failure(self, number: int, peer: int, *, answer: bool) -> None:
-        """The other side has told that its queue pair `peer` has failed, which is joined with `number` here."""
-        for index, made in self._pairs():
-            if (made.pair.number, made.pair.peer) == (number, peer):
-                made.confirmed = True
-                self._own.carrier.drop(index)
-                return
-        if not answer and not self._pairing:  # it was given up here, and forgotten
-            self._own.carrier.report(self.number, number, peer, answer=True)
 
     def _judge(self) -> None:
         """Decide whether a process without rails is gone, and say which interface is in no rail although others are."""
@@ -297,7 +265,7 @@ class Link:
                     self._own.carrier.retire(index)
                 else:
                     asyncio.get_running_loop().remove_reader(rail.connection.fileno())
-                    self._give_up(index, rail.ends, rail.rdma)
+                    self.pairs.give_up(index, rail.ends, rail.rdma, gone=self.gone)
                 rail.connection.close()
                 self._stir.set()
                 if not self.rails:
@@ -325,40 +293,7 @@ class Link:
         for index, rail in self.rails.items():
             if now - rail.waits > (rail.patience if alive else max(min(rail.patience, timeout), timeout / 2)):
                 carrier.drop(index)
-        for index, made in list(self._failing.items()):
-            if not self._end_pair(index, made):
-                carrier.report(self.number, made.pair.number, made.pair.peer, answer=False)
-
-    def _give_up(self, index: int, both: Ends, made: PairRail) -> None:
-        """Let nothing more arrive over a queue pair, and tell the other side, which does the same."""
-        why = made.pair.failure() or made.why
-        made.pair.fail()
-        self._failing[index] = made
-        self._own.carrier.report(self.number, made.pair.number, made.pair.peer, answer=made.confirmed)
-        self._end_pair(index, made)
-        if why and not self.gone:
-            self._troubles.fail(both)
-            self.say_rdma(both, why)
-
-    def say_rdma(self, both: Ends, why: str) -> None:
-        """Say once why RDMA does not carry between two addresses, and keep it for the case that nothing else does."""
-        self._troubles.note(why)
-        if (both[0], why) not in self._own.said:
-            self._own.said.add((both[0], why))
-            notice(f"no RDMA from {both[0]} to {both[1]} of rank {self.rank}; it is tried again: {why}")
-
-    def _end_pair(self, index: int, made: PairRail) -> bool:
-        """Give a failed queue pair back, if nothing of it can arrive at either side any more."""
-        own = self._own
-        if not (made.confirmed or self.gone):
-            return False
-        own.carrier.land(index)
-        if not own.carrier.drain(index):
-            return False
-        own.carrier.retire(index)
-        made.pair.close()
-        self._failing.pop(index, None)
-        return True
+        self.pairs.look(gone=self.gone)
 
     @property
     def direct(self) -> bool:
@@ -419,15 +354,7 @@ class Link:
     def end_rdma(self) -> None:
         """Let nothing more arrive over RDMA. The process has left, or waits for nothing any more; the event loop has ended."""
         self.gone = True
-        for index, made in self._pairs():
-            self._own.carrier.drop(index)
-            made.pair.fail()
-
-    def give_back(self, until: float) -> None:
-        """Give all queue pairs back after `end_rdma`, as far as their devices have ended all requests until a time."""
-        for index, made in self._pairs():
-            while not self._end_pair(index, made) and time.monotonic() < until:
-                time.sleep(0.001)
+        self.pairs.fail_all()
 
     def close(self) -> None:
         """Close the connections; nothing carries any more."""

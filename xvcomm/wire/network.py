@@ -246,7 +246,7 @@ class Network:
             link.end_rdma()
         until = time.monotonic() + DRAIN_SECONDS
         for link in self._links.values():
-            link.give_back(until)
+            link.pairs.give_back(until)
         self._halves.close()
         self.carrier.close()
         for link in self._links.values():
@@ -351,7 +351,7 @@ class Network:
         try:
             await link.use(connection, both, proven.key, accepting=True)
         except ResourceError as error:
-            link.say_rdma(both, str(error))
+            link.pairs.say(both, str(error))
             return False
         return True
 
@@ -381,7 +381,7 @@ class Network:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.carrier.news)
         for number, pair, peer, answer in self.carrier.failures().tolist():
-            self._of_number[number].hear_failure(pair, peer, answer=bool(answer))
+            self._of_number[number].pairs.hear_failure(pair, peer, answer=bool(answer))
         for link in list(self._links.values()):
             self._settle(link)
             if link.clear():
@@ -398,7 +398,7 @@ class Network:
     def _on_failure(self, why: str, pairs: Sequence[Pair]) -> None:
         """Handle what a device has reported of queue pairs."""
         for link in list(self._links.values()):
-            link.fail(why, pairs)
+            link.pairs.fail(why, pairs)
 
     def _look(self) -> None:
         for link in list(self._links.values()):
