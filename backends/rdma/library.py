@@ -1,4 +1,4 @@
-"""libibverbs itself, for what pyverbs does not give away: its functions, and their errors as xvcomm's."""
+"""libibverbs itself, for what pyverbs does not offer: its functions, and their errors as xvcomm's."""
 
 from __future__ import annotations
 

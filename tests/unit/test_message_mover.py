@@ -18,7 +18,7 @@ from xvcomm.config import Config
 from xvcomm.memory.ring import CARRIER, LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.trace.callsite import find_call_site
-from xvcomm.trace.format import Record, State, last_record, region_bytes
+from xvcomm.trace.format import Record, State, read_history, region_bytes
 from xvcomm.trace.recorder import Recorder
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8
@@ -69,8 +69,7 @@ class Side:
 
     def last(self) -> Record:
         """What the flight recorder holds of the newest message."""
-        found = last_record(self.memory)
-        assert found is not None
+        (found,) = read_history(self.memory, 1)
         return found
 
 

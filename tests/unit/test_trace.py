@@ -21,7 +21,7 @@ import xvcomm
 from xvcomm.engine.inflight.work import OrderedWorker
 from xvcomm.trace import callsite
 from xvcomm.trace.callsite import called_at, find_call_site
-from xvcomm.trace.format import Life, Record, State, last_record, read_history, read_life, region_bytes
+from xvcomm.trace.format import Life, Record, State, read_history, read_life, region_bytes
 from xvcomm.trace.recorder import Recorder, hooks
 from xvcomm.types.dtype import BY_NAME
 from xvcomm.types.opcode import OpCode
@@ -52,26 +52,25 @@ def begin(recorder: Recorder, communicator: int, sequence: int, op: int, dtype: 
 
 def test_an_operation_from_start_to_end(memory: memoryview) -> None:
     recorder, before = Recorder(memory), time.time_ns()
-    assert last_record(memory) is None
+    assert read_history(memory) == []
     number = begin(recorder, 3, 12, OpCode.ALL_REDUCE, FLOAT32, 16384)
-    found = last_record(memory)
-    assert found is not None
+    (found,) = read_history(memory, 1)
     assert (found.communicator, found.sequence, found.op, found.nbytes) == (3, 12, OpCode.ALL_REDUCE, 16384)
     assert (found.peer, found.tag, found.state, found.ended) == (-1, -1, State.POSTED, 0)
     assert before <= found.posted <= time.time_ns()
     assert found.call_site.startswith("test_trace.py:")
     assert found.describe() == f"all_reduce #12 of 4096 x float32 at {found.call_site} (in progress)"
     recorder.end(number)
-    ended = last_record(memory)
-    assert ended is not None and ended.state == State.DONE and ended.ended >= ended.posted
+    (ended,) = read_history(memory, 1)
+    assert ended.state == State.DONE and ended.ended >= ended.posted
     assert ended.describe().endswith("(done)")
 
 
 def test_words_for_a_message_that_failed(memory: memoryview) -> None:
     recorder = Recorder(memory)
     recorder.end(begin(recorder, 0, 5, OpCode.SEND, 99, 10, 2, 1 << 61), State.FAILED)
-    found = last_record(memory)
-    assert found is not None and found.tag == 1 << 61
+    (found,) = read_history(memory, 1)
+    assert found.tag == 1 << 61
     assert found.describe() == f"send #5 with rank 2 of 10 bytes at {found.call_site} (failed)"
 
 
@@ -134,8 +133,8 @@ def test_more_call_sites_than_are_kept(memory: memoryview) -> None:
 def test_a_long_call_site_keeps_its_end(memory: memoryview) -> None:
     recorder = Recorder(memory)
     exec(compile("begin(recorder, 0, 1, 1, 1, 1)", "long" * 20 + ".py", "exec"), {"begin": begin, "recorder": recorder})
-    found = last_record(memory)
-    assert found is not None and found.call_site == ("long" * 20 + ".py:1")[-48:]
+    (found,) = read_history(memory, 1)
+    assert found.call_site == ("long" * 20 + ".py:1")[-48:]
 
 
 def test_close_releases_memory(memory: memoryview) -> None:

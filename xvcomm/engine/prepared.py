@@ -1,4 +1,4 @@
-"""Collectives on host memory that compiled code runs from begin to end, without the interpreter and its lock.
+"""Collectives on host memory that compiled code runs from beginning to end, without the interpreter and its lock.
 
 They serve shapes that were called before, and callers in compiled code, such as JAX's handlers. `run` numbers the
 collective, writes the flight recorder, posts and compares the contract check, runs the native library's kernel, and watches

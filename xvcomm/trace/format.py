@@ -193,12 +193,6 @@ def read_written(memory: memoryview) -> int:
     return count
 
 
-def last_record(memory: memoryview) -> Record | None:
-    """The newest record of a region, or None if the rank did nothing yet."""
-    count = memory.cast("q")[1]
-    return read_record(memory, count - 1) if count else None
-
-
 def read_history(memory: memoryview, wanted: int | None = None) -> list[Record]:
     """All records kept in a region, or so many of the newest, oldest first."""
     count, kept = memory.cast("q")[1], capacity(memory)

@@ -35,7 +35,6 @@ _TCP, _TCP_INFO, _TOLD_BYTES = socket.IPPROTO_TCP, socket.TCP_INFO, TOLD_BY_KERN
 polled_at = compiled_at(POLLED)
 
 _PAUSE = np.dtype([("seconds", "i8"), ("nanoseconds", "i8")])
-PAUSE_BYTES = _PAUSE.itemsize
 _pause_at = compiled_at(_PAUSE)
 
 BLOCKED, CLOSED = -1, -2
