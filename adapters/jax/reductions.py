@@ -15,7 +15,8 @@ from xvcomm.adapters.jax.derivatives import cotangents_of, for_operands, linear,
 from xvcomm.adapters.jax.primitives import batched_as_is, bind, primitive
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import given_back
-from xvcomm.comm.communicator import Communicator, Op
+from xvcomm.comm.collectives import Op
+from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError
 from xvcomm.types.dtype import ReduceOp, Reduction, from_numpy, reduction_on
 from xvcomm.types.opcode import OpCode
