@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from xvcomm.abc.store import Store
-from xvcomm.comm import turns
+from xvcomm.comm import store_parts
 from xvcomm.rendezvous.store import FileStore, MemoryStore, TcpServer, TcpStore
 from xvcomm.rendezvous.store.wrappers import TorchStore
 from xvcomm.types.deadline import Deadline
@@ -89,7 +89,7 @@ def fake_communicator(monkeypatch: pytest.MonkeyPatch, no_store_thread_left: Non
     monkeypatch.setitem(sys.modules, "xvcomm.comm.communicator", types.ModuleType("xvcomm.comm.communicator"))
     file = Path(__file__).with_name("fake_communicator.py")
     runpy.run_path(str(file))
-    monkeypatch.setattr(turns, "_epochs", type(turns._epochs)())
+    monkeypatch.setattr(store_parts, "_epochs", type(store_parts._epochs)())
     for name in [name for name in os.environ if name.startswith("XVCOMM_")]:
         monkeypatch.delenv(name)
     return file

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.store import PrefixStore, Store
 from xvcomm.comm.rejoining import has_rejoined, note_rejoined, rejoin
-from xvcomm.comm.turns import attempt, epoch, namespace, set_epoch
+from xvcomm.comm.store_parts import attempt, epoch, namespace, set_epoch
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ConfigError, PeerLost
 from xvcomm.rendezvous.environment import LauncherEnvironment, discover

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.store import NotSet, PrefixStore, Store
-from xvcomm.comm.turns import part, running, set_epoch, take_turns
+from xvcomm.comm.store_parts import claim_parts, part, running, set_epoch
 from xvcomm.config import Config
 from xvcomm.errors import ConfigError, DeadlineExceeded, XvcommError
 from xvcomm.rendezvous import returning
@@ -59,11 +59,11 @@ def rejoin(
         refuse_rejoining(f"a store that is a {type(store).__name__}")
     base = PrefixStore("init", store) if isinstance(store, Store) else _running(config, deadline)
     try:
-        turn, epoch = _current(base, launcher, env, deadline)
-        space, begins = part(base, env, turn), turn == 0
+        number, epoch = _current(base, launcher, env, deadline)
+        space, begins = part(base, env, number), number == 0
         if not begins:
             begins = awaits(PrefixStore("join", space), launcher.rank, deadline)
-            take_turns(base, launcher.rank, env, turn - begins, deadline)  # as if it had been there before
+            claim_parts(base, launcher.rank, env, number - begins, deadline)  # as if it had been there before
         if not isinstance(store, Store):
             set_epoch(launcher, config, epoch + (not begins))
         if begins:
@@ -89,8 +89,8 @@ def _current(
         raise DeadlineExceeded(
             "no job runs in this store, which XVCOMM_REJOIN=1 is to join: unset XVCOMM_REJOIN", rank=launcher.rank
         ) from None
-    turn, epoch = map(int, found.split())
-    return turn, epoch
+    number, epoch = map(int, found.split())
+    return number, epoch
 
 
 def note_rejoined(store: Store, launcher: LauncherEnvironment, deadline: Deadline) -> None:

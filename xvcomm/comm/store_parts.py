@@ -39,27 +39,27 @@ def attempt(env: Mapping[str, str]) -> str:
 def namespace(store: Store, rank: int, env: Mapping[str, str], deadline: Deadline, epoch: int | None) -> Store:
     """A part of the store that no earlier communicator has used.
 
-    A store may be used by many communicators in turn. Every process counts its own in the store. The key contains the process,
-    so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
+    A store may be used by many communicators, one after the other. Every process counts its own in the store. The key contains
+    the process, so that a second process with the same rank also begins at the first part, where `join_barrier` detects it.
 
     Args:
         epoch: of the job, for processes that join it meanwhile; None if it does not run in this store.
     """
-    turn = take_turns(store, rank, env, 1, deadline)
+    number = claim_parts(store, rank, env, 1, deadline)
     if rank == 0 and epoch is not None:
-        store.set(running(env), b"%d %d" % (turn, epoch), deadline)
-    return part(store, env, turn)
+        store.set(running(env), b"%d %d" % (number, epoch), deadline)
+    return part(store, env, number)
 
 
-def take_turns(store: Store, rank: int, env: Mapping[str, str], count: int, deadline: Deadline) -> int:
+def claim_parts(store: Store, rank: int, env: Mapping[str, str], count: int, deadline: Deadline) -> int:
     """Count so many parts of the store as used by this process; gives the number of the last one."""
     process = f"{_PROCESS}-{os.getpid()}"  # the pid, because a fork copies _PROCESS
     return store.add(f"xvcomm/{attempt(env)}/turns/{rank}/{process}", count, deadline)
 
 
-def part(store: Store, env: Mapping[str, str], turn: int) -> Store:
+def part(store: Store, env: Mapping[str, str], number: int) -> Store:
     """A part of the store, by its number."""
-    return PrefixStore(f"xvcomm/{attempt(env)}/{turn}", store)
+    return PrefixStore(f"xvcomm/{attempt(env)}/{number}", store)
 
 
 def running(env: Mapping[str, str]) -> str:
