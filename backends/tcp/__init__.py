@@ -110,6 +110,10 @@ class TcpTransport(Transport):
         self._patience = _PATIENCE  # a rank that has ended publishes nothing in the new store
         self._announce()
 
+    def enter(self, group: int) -> None:
+        if self.network is not None:
+            self.network.enter(group)
+
     def leave(self, group: int, word: int) -> None:
         if self.network is not None:
             self.network.leave(group, word)

@@ -22,7 +22,7 @@ from xvcomm.wire.network import Network
 SECONDS, HOST = 120, "127.0.0.1"
 LAYOUT = RingLayout(2, 4, 8 << 10, wired=True)
 SIZES = (1, 8, 700, 1024, 1025, 5000, 16 << 10, 100_000, 65_536, 0, 300_001)
-_names = itertools.count(1)
+_names, _GROUP = itertools.count(1), 1
 
 
 def until(condition):
@@ -69,9 +69,11 @@ class Hosts:
     def rings(self, source=0, layout=LAYOUT):
         """A producer's and a consumer's end of a new ring."""
         name = next(_names)
+        for network in self.networks:
+            network.enter(_GROUP)
         return [
             self.networks[index].open_ring(
-                1 - index, name, layout, Deadline.after(SECONDS), group=1, peer=1 - index, producer=index == source
+                1 - index, name, layout, Deadline.after(SECONDS), group=_GROUP, peer=1 - index, producer=index == source
             )
             for index in (source, 1 - source)
         ]

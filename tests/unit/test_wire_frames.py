@@ -154,7 +154,7 @@ def words(*values):
     return np.array(values, np.int64).tobytes()
 
 
-UNREGISTERED = words(*[0] * (2 + MAX_DEVICES))
+UNREGISTERED = words(*[0] * (3 + MAX_DEVICES))
 """The end of an OPEN of host memory to which no RDMA device may write."""
 
 

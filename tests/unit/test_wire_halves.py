@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import socket
 import sys
+import tracemalloc
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,10 +19,11 @@ from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.halves import Halves
 from xvcomm.wire.progress import progress_address
-from xvcomm.wire.records import PLACES, UP
+from xvcomm.wire.records import OF_LINK, PLACES, UP
 
 LAYOUT = RingLayout(lanes=1, slots=2, slot_bytes=PAGE, wired=True)
 NAME, GROUP, THEIRS = 77, 8, 5
+COUNT = 1000
 LEFT = Reason.LEFT.word(0)
 
 progress = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(progress_address)
@@ -39,6 +41,7 @@ class Side:
         self.halves = Halves(self.carrier, None, lambda number: SimpleNamespace(direct=False, gone=False))
         self.link = self.carrier.add_link()
         self.numbers = {}
+        self.halves.enter(GROUP)
         self._sockets = []
         self.connect()
 
@@ -71,10 +74,10 @@ class Side:
         while self._rail.received < self._sent and self.up:
             progress(self.carrier.address, 0, 0)
 
-    def offer(self, name=NAME, producer=True):
+    def offer(self, name=NAME, producer=True, group=GROUP, there=THEIRS, peer=0):
         """Open the ring."""
-        shape = (LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, producer, GROUP)
-        self.send(Kind.OPEN, 1, shape + (0,) * (2 + MAX_DEVICES), slot=THEIRS, number=name)
+        shape = (LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, producer, group, peer)
+        self.send(Kind.OPEN, 1, shape + (0,) * (2 + MAX_DEVICES), slot=there, number=name)
 
     def fill(self):
         """Let the connection take nothing more from the process; how many bytes are before what it sends later."""
@@ -130,7 +133,7 @@ def test_an_offer_of_a_ring_that_was_opened_and_closed_meanwhile(side):
     side.offer()
     end = side.open()
     assert side.receive() == [(Kind.OPEN, NAME)]
-    side.send(Kind.OPEN, 0, (1, 2, PAGE, True, GROUP) + (0,) * (2 + MAX_DEVICES), slot=THEIRS, number=NAME)
+    side.send(Kind.OPEN, 0, (1, 2, PAGE, True, GROUP) + (0,) * (3 + MAX_DEVICES), slot=THEIRS, number=NAME)
     end.abort(LEFT)
     side.halves.leave(GROUP, LEFT)
     end.close()
@@ -175,6 +178,7 @@ def test_a_message_without_bytes_that_was_lost_with_a_connection(side, word):
     first = ledger_at(end.address + LAYOUT.ledger)[:1]
     first["message"], first["number"] = Message(OpCode.SEND, 0, 0, 0), 1
     end.sequence = ctypes.c_int64.from_address(end.turn).value = 1
+    side.carrier.wake()  # as its mover does
     assert (Kind.ENTRY, 0) in side.frames()
     side.lose()
     end.abort(word)
@@ -257,3 +261,76 @@ def test_places_are_used_again(side):
         end.close()
         side.halves.sweep()
     assert side.carrier.link(side.link).wire_count < 10
+
+
+def test_more_offers_than_rings_may_be_open(side):
+    """Nothing is lost while this process's Python does not look, also if rings end there, and others take their places."""
+    side.halves.leave(GROUP, LEFT)
+    for turn in range(2):
+        for there in range(COUNT):
+            side.offer(COUNT * turn + there, producer=False, there=there + PLACES * turn)
+    side.offer(2 * COUNT, there=1)  # late, over another connection
+    side.halves.look()
+    found = side.receive()
+    assert {number for kind, number in found if kind == Kind.OPEN} == set(range(COUNT, 2 * COUNT))
+    assert sum(kind == Kind.STOP for kind, _ in found) == COUNT
+
+
+@pytest.mark.parametrize("there", [-1, OF_LINK])
+def test_an_offer_from_no_place(side, there):
+    """A process that has more rings with this one than two may have does not keep the connection."""
+    for place in range(OF_LINK if there > 0 else 0):
+        side.offer(place, there=place)
+    assert side.up
+    side.offer(there, there=there)
+    assert not side.up
+
+
+def test_an_offer_that_cannot_be_answered_at_once(side):
+    """The other process hears that the communicator is closed once there is room to answer."""
+    ends = [side.open(1000 + number) for number in range(OF_LINK)]
+    side.receive()
+    side.offer(group=GROUP + 1)
+    side.halves.look()
+    assert side.receive() == []
+    ends[0].abort(LEFT)
+    ends[0].close()
+    side.halves.look()
+    assert side.receive() == [(Kind.OPEN, NAME), (Kind.STOP, LEFT)]
+
+
+@pytest.mark.parametrize("producer", [True, False])
+def test_an_offer_that_this_process_does_not_take_before_it_closes_the_communicator(side, producer, monkeypatch):
+    """The other process hears of that, also if its messages had to wait until the ring is opened here."""
+    monkeypatch.setattr("xvcomm.wire.halves._EARLY_BYTES", 0)
+    side.offer(producer=producer)
+    side.halves.look()
+    assert side.receive() == []
+    side.halves.leave(GROUP, LEFT)
+    assert side.receive() == [(Kind.OPEN, NAME), (Kind.STOP, LEFT)]
+
+
+def test_a_communicator_that_this_process_is_not_in(side):
+    """It is closed: all members enter before any opens a ring. Why is known of those that failed lately, else who has left."""
+    failed = Reason.ABORTED.word(3)
+    for number in range(3000):
+        side.halves.enter(number)
+        side.halves.leave(number, failed)
+    for there, group in enumerate((0, 2999, 12345)):
+        side.offer(there, group=group, there=there, peer=7)
+    side.halves.look()
+    words = [number for kind, number in side.receive() if kind == Kind.STOP]
+    assert words == [Reason.LEFT.word(7), failed, Reason.LEFT.word(7)]
+
+
+def test_communicators_that_are_closed_take_no_memory(side):
+    """However many there were."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1000, 11_000):
+            side.halves.enter(number)
+            side.halves.leave(number, LEFT)
+        assert tracemalloc.get_traced_memory()[0] - before < 100_000
+    finally:
+        tracemalloc.stop()

@@ -238,6 +238,9 @@ class Transport(ABC):
             StoreError, DeadlineExceeded: the store cannot be reached.
         """
 
+    def enter(self, group: int) -> None:  # noqa: B027 - as `leave`
+        """This rank makes a communicator. No rank opens a ring of it before all its ranks have called this."""
+
     def leave(self, group: int, word: int) -> None:  # noqa: B027 - ranks that share memory see it there
         """This rank has closed a communicator: who opens a ring to it that it has not opened stops by this abort word."""
 

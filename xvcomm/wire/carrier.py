@@ -97,21 +97,21 @@ class Carrier:
         self._wake, self.news = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._helpers = np.zeros(threads - 1, records.HELPER)
         self._helpers["wake"] = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(1, threads)]
-        self._offers = np.zeros(records.OFFERS, records.OFFER)
         self._answers = np.zeros(records.KEPT_ANSWERS, records.ANSWER)
         self._failures = np.zeros(records.FAILURES, records.FAILURE)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
             movers=(progress_address, wake_address), wake=self._wake, news=self.news, spins=spins,
             sink=self._sink.ctypes.data, poll=self._poll.ctypes.data, helpers=self._helpers.ctypes.data,
-            helper_count=len(self._helpers), offers=self._offers.ctypes.data, answers=self._answers.ctypes.data,
-            failures=self._failures.ctypes.data, one=1, **tables,
+            helper_count=len(self._helpers), answers=self._answers.ctypes.data, failures=self._failures.ctypes.data, one=1,
+            **tables,
         )  # fmt: skip
         self.address = ctypes.addressof(self._record)
         self._kept: list[Any] = []
         self.rails: list[Any] = []
         self._wires = WireTable(self.address)
         self._links: list[Any] = []
+        self._offers: list[np.ndarray[Any, Any]] = []
         self._threads = [Daemon("xvcomm-carrier", lambda: run(self.address))]
         for number in range(1, threads):
             self._threads.append(Daemon(f"xvcomm-carrier-{number}", partial(assist, self.address, number)))
@@ -137,10 +137,11 @@ class Carrier:
 
     def add_link(self) -> int:
         """Make a link without rails and wires; its index."""
-        wires = np.zeros(OF_LINK, np.int64)
+        wires, offers = np.zeros(OF_LINK, np.int64), np.zeros(OF_LINK, records.OFFER)
         with self._lock:
-            link = Link(wires=wires.ctypes.data)
+            link = Link(wires=wires.ctypes.data, offers=offers.ctypes.data)
             self._kept.append(wires)
+            self._offers.append(offers)
             self._links.append(link)
             return self._append("links", "link_count", link)
 
@@ -209,15 +210,20 @@ class Carrier:
 
     def failures(self) -> np.ndarray[Any, Any]:
         """What other processes have told of failed queue pairs since the last call; see `records.FAILURE`."""
-        return self._take(self._failures, "failure_count")
+        return self._take(self._failures, self._record, "failure_count")
 
     def offers(self) -> list[Offer]:
-        """The rings that other processes fill and that this one has not opened, since the last call."""
-        return [Offer.of(*found) for found in self._take(self._offers, "offer_count").tolist()]
+        """The rings that other processes have opened and this one has not, since the last call."""
+        offering = [(i, link) for i, link in enumerate(list(self._links)) if link.offer_count]
+        return [
+            Offer.of(index, *found)
+            for index, link in offering
+            for found in self._take(self._offers[index], link, "offer_count")
+        ]
 
-    def _take(self, table: np.ndarray[Any, Any], count: str) -> np.ndarray[Any, Any]:
-        """What compiled code has put into a table since the last call."""
-        found, place = np.zeros_like(table), self.address + getattr(records.Carrier, count).offset
+    def _take(self, table: np.ndarray[Any, Any], record: Any, count: str) -> np.ndarray[Any, Any]:
+        """What compiled code has put into a table since the last call; `count`: the record's field that says how much."""
+        found, place = np.empty_like(table), ctypes.addressof(record) + getattr(type(record), count).offset
         return found[: take(self.address, table.ctypes.data, place, table.itemsize, found.ctypes.data)]
 
     def expose(self, recorder: int) -> None:
@@ -233,7 +239,7 @@ class Carrier:
 
     def answers(self) -> np.ndarray[Any, Any]:
         """The answers that have come since the last call; see `records.ANSWER`."""
-        return self._take(self._answers, "answer_count")
+        return self._take(self._answers, self._record, "answer_count")
 
     def add_wire(self, wire: WireEnd) -> None:
         """Mirror a ring end by the ring of the same name in the process at the other end of its link.

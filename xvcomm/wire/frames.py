@@ -69,8 +69,9 @@ SHORT_BYTES = 1 << 10
 """Most bytes of a payload that goes with its frame over RDMA, into the same buffer."""
 BUFFER_BYTES = 64 * -(-(8 + HEADER + SHORT_BYTES) // 64)
 """Bytes of a buffer: how many frames its sender has handled, the frame, its payload."""
-OPEN_WORDS = 7 + MAX_DEVICES
-"""Words of the payload of OPEN: the ring's three measures, whether the sender is its producer, the communicator; whether its
-slots are in a GPU's memory, where they are, and their rkey on each of its devices, or 0 if RDMA devices may not write to them."""
+OPEN_WORDS = 8 + MAX_DEVICES
+"""Words of the payload of OPEN: the ring's three measures, whether the sender is its producer, the communicator and the
+receiver's rank there, or -1; whether the slots are in a GPU's memory, where they are, and their rkey on each of the sender's
+devices, or 0 if RDMA devices may not write to them."""
 
 assert np.little_endian

@@ -1,6 +1,7 @@
 """This process's halves of rings between hosts: made when either end opens the ring, kept until the other side needs no more.
 
-A communicator that this process has closed answers for rings that others open later: they stop at once.
+A process opens a ring of a communicator only once all others have entered that. So one that this process is not in it has closed:
+rings of it that others open stop at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _EARLY_BYTES = 1 << 30
 """Most bytes of rings that other processes have begun to fill and this one has not opened. Pages count when they are filled,
 or at once where RDMA devices may write to them."""
 _NOBODY = -1
+_REASONS = 1024
+"""Of how many communicators that have failed, and are closed, this process knows why."""
 
 
 class _Memory:
@@ -97,7 +100,9 @@ class Halves:
         self._known: set[int] = set()  # names of the rings of which there is a half, or is about to be
         self._early: dict[int, tuple[RingEnd, int]] = {}
         self._offers: dict[int, Offer] = {}
-        self._closed: dict[int, int] = {}
+        self._refused: dict[int, Offer] = {}  # for whose answer there was no room
+        self._entered: set[int] = set()
+        self._failed: dict[int, int] = {}  # abort words of communicators, the oldest first
         self._lingering: dict[WireEnd, _Lingering] = {}
 
     def open(self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
@@ -145,20 +150,22 @@ class Halves:
         For a producer's this side's half is made, so that its messages need not wait.
         """
         with self._lock:
-            for offer in self._carrier.offers():
-                # One of a half that exists came before that was made, which has told of itself.
-                if offer.sound() and offer.name not in self._known:
-                    self._consider(offer)
+            refused, self._refused = self._refused, {}
+            offers = [*refused.values(), *self._carrier.offers()]
+            # One of a half that exists came before that was made, which has told of itself.
+            for offer in [offer for offer in offers if offer.sound() and offer.name not in self._known]:
+                self._consider(offer)
 
     def _consider(self, offer: Offer) -> None:
         """Handle a ring that this process has not opened."""
-        if offer.group in self._closed:
+        if offer.group not in self._entered:
             self._turn_away(offer)
-        elif not offer.producer:
-            self._offers[offer.name] = offer
-        elif offer.layout.size + sum(map(_bytes_of, list(self._early.values()))) <= _EARLY_BYTES:
+            return
+        self._offers[offer.name] = offer
+        if offer.producer and offer.layout.size + sum(map(_bytes_of, list(self._early.values()))) <= _EARLY_BYTES:
             with contextlib.suppress(ResourceError):  # then it is made when it is opened
                 self._early[offer.name] = self._answer(offer), offer.group
+                self._offers.pop(offer.name, None)
 
     def _answer(self, offer: Offer, word: int = 0) -> RingEnd:
         return self._make(
@@ -168,13 +175,25 @@ class Halves:
 
     def _turn_away(self, offer: Offer) -> None:
         """Stop a ring of a communicator that this process has closed; an earlier half may have had messages."""
-        with contextlib.suppress(ResourceError):
-            self._answer(offer, self._closed[offer.group]).close()
+        word = self._failed.get(offer.group, Reason.LEFT.word(max(0, offer.peer)))
+        try:
+            self._answer(offer, word).close()
+        except ResourceError:
+            self._refused[offer.name] = offer
+
+    def enter(self, group: int) -> None:
+        """Note that this process makes a communicator, whose rings others may open from now on."""
+        with self._lock:
+            self._entered.add(group)
 
     def leave(self, group: int, word: int) -> None:
-        """Note that this process has closed a communicator: its unopened rings stop by `word` once another process opens them."""
+        """Note that this process has closed a communicator: rings stop that it has not opened, by `word`. Idempotent."""
         with self._lock:
-            self._closed[group] = word
+            self._entered.discard(group)
+            if Reason.bad(word):
+                self._failed[group] = word
+                if len(self._failed) > _REASONS:
+                    self._failed.pop(next(iter(self._failed)), None)
             for name in [name for name, (_, of) in list(self._early.items()) if of == group]:
                 end, _ = self._early.pop(name)
                 end.abort(word)

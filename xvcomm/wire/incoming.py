@@ -33,7 +33,7 @@ from xvcomm.wire.records import (
     KEPT_ANSWERS,
     KNOWN,
     NOBODY,
-    OFFERS,
+    OF_LINK,
     PLACES,
     SINK_BYTES,
     TELL_WORDS,
@@ -226,6 +226,26 @@ def _stop(wire: Any, frame: Any) -> bool:
 
 
 @register_jitable
+def _keep_offer(link: Any, frame: Any) -> int:
+    """Keep for Python a ring that the other side has opened. One in a place that has another ring by now is not needed."""
+    if frame.slot < 0:
+        return REFUSED
+    index = 0
+    while index < link.offer_count and offer_at(link.offers, index).there % PLACES != frame.slot % PLACES:
+        index += 1
+    if index == OF_LINK:
+        return REFUSED  # it has not so many places
+    offer = offer_at(link.offers, index)
+    if index == link.offer_count:
+        link.offer_count += 1
+    elif frame.slot < offer.there:
+        return 0  # it has come late, over another rail
+    offer.name, offer.there = frame.number, frame.slot
+    copy_bytes(address_of(offer, "words"), _words(frame), frame.length)
+    return NEWS
+
+
+@register_jitable
 def _open(carrier: Any, rail: Any, frame: Any) -> int:
     """Remember the other side's number of a wire that this side has opened as well; else let Python handle it."""
     if frame.length != 8 * OPEN_WORDS:
@@ -237,21 +257,15 @@ def _open(carrier: Any, rail: Any, frame: Any) -> int:
             ring = wire.geometry
             if _word(frame, 0) != ring.lanes or _word(frame, 1) != ring.slots or _word(frame, 2) != ring.slot_bytes:
                 return REFUSED
-            wire.there, wire.apart_there, wire.slots_there = frame.slot, _word(frame, 5), _word(frame, 6)
+            wire.there, wire.apart_there, wire.slots_there = frame.slot, _word(frame, 6), _word(frame, 7)
             for device in range(MAX_DEVICES):
-                wire.keys_there[device] = _word(frame, 7 + device)
+                wire.keys_there[device] = _word(frame, 8 + device)
             if frame.wire != 0 and wire.open != 2:
                 wire.open = 1
             elif frame.wire == 0:
                 wire.open = 0
             return 0
-    if carrier.offer_count == OFFERS:
-        return 0  # this side sends OPEN when it opens the ring
-    offer = offer_at(carrier.offers, carrier.offer_count)
-    offer.link, offer.name, offer.there = rail.link, frame.number, frame.slot
-    copy_bytes(address_of(offer, "words"), _words(frame), frame.length)
-    carrier.offer_count += 1
-    return NEWS
+    return _keep_offer(link, frame)
 
 
 @register_jitable

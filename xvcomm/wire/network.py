@@ -122,6 +122,10 @@ class Network:
             found.await_rails(deadline)
         return self._halves.open(found.number, name, layout, group=group, peer=peer, producer=producer)
 
+    def enter(self, group: int) -> None:
+        """See `Transport.enter`."""
+        self._halves.enter(group)
+
     def leave(self, group: int, word: int) -> None:
         """Stop by an abort word all rings of a communicator that others open and this process does not."""
         self._halves.leave(group, word)

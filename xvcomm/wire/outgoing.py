@@ -115,9 +115,10 @@ def _send_open(rail: Any, wire: Any) -> None:
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
     rail.payload[3], rail.payload[4] = wire.producer, wire.group
-    rail.payload[5], rail.payload[6] = wire.apart, wire.slots if wire.registered != 0 else 0
+    rail.payload[5], rail.payload[6] = wire.peer, wire.apart
+    rail.payload[7] = wire.slots if wire.registered != 0 else 0
     for device in range(MAX_DEVICES):
-        rail.payload[7 + device] = wire.given[device]
+        rail.payload[8 + device] = wire.given[device]
     frame = _control(rail, _OPEN, 1 if wire.open == 2 else 0, wire.name, OPEN_WORDS)
     frame.slot = wire.number
     wire.open = 0

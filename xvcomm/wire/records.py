@@ -159,6 +159,8 @@ LINK = np.dtype([
     ("socket_count", "i8"),
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
     ("failed_count", "i8"),
+    ("offers", "i8"),  # address of OF_LINK offers that Python has not looked at, each in another place; how many there are
+    ("offer_count", "i8"),
 ])  # fmt: skip
 """What joins this process with another one: its wires, and what to tell over its rails."""
 
@@ -184,6 +186,7 @@ WIRE = np.dtype([
     ("most", "i8"),  # bytes of a slot, of this ring and the earlier ones in its place
     ("name", "i8"),
     ("group", "i8"),  # see `Transport.open_ring`
+    ("peer", "i8"),  # the same; -1: this side has not opened it
     ("there", "i8"),  # the other side's number; -1: not known
     ("producer", "i8"),
     ("ring", "i8"),  # address; 0: detached
@@ -230,11 +233,7 @@ UNTOLD, TOLD, KNOWN, HEARD = 0, 1, 2, 3
 # words at WIRE.owners: the sender's rail that carries a slot, or the receiver's that receives it, as 1 + its index
 NOBODY, AGAIN, ARRIVED = 0, -1, -2
 
-OFFERS = 256
-"""Rings that the other sides have opened and this one has not, until Python looks at them."""
-
 OFFER = np.dtype([
-    ("link", "i8"),
     ("name", "i8"),
     ("there", "i8"),
     ("words", "i8", OPEN_WORDS),
@@ -294,8 +293,6 @@ CARRIER = np.dtype([
     ("link_count", "i8"),
     ("rail_count", "i8"),
     ("wire_count", "i8"),
-    ("offers", "i8"),  # address of OFFERS offers, and how many there are
-    ("offer_count", "i8"),
     ("answers", "i8"),  # address of ANSWERS answers, and how many there are
     ("answer_count", "i8"),
     ("failures", "i8"),  # address of FAILURES failures, and how many there are

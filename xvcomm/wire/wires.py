@@ -41,15 +41,17 @@ class Offer(NamedTuple):
     slot_bytes: int
     producer: int
     group: int
+    peer: int
     apart: int
     slots_address: int
     keys: list[int]
 
     @classmethod
     def of(cls, link: int, name: int, there: int, words: np.ndarray[Any, Any]) -> Offer:
-        """From a record."""
-        lanes, slots, slot_bytes, producer, group, apart, address = words[:7].tolist()
-        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, apart, address, words[7:].tolist())
+        """From a record of a link."""
+        lanes, slots, slot_bytes, producer, group, peer, apart, address = words[:8].tolist()
+        keys = words[8:].tolist()
+        return cls(link, name, there, lanes, slots, slot_bytes, producer, group, peer, apart, address, keys)
 
     @property
     def layout(self) -> RingLayout:
@@ -57,8 +59,9 @@ class Offer(NamedTuple):
         return RingLayout(self.lanes, self.slots, self.slot_bytes, wired=True)
 
     def sound(self) -> bool:
-        """Whether a ring may have this shape."""
-        return 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
+        """Whether there may be such a ring."""
+        ring = 0 < self.lanes <= MAX_LANES and self.slots > 0 and self.slot_bytes > 0 and self.slot_bytes % PAGE == 0
+        return ring and -1 <= self.peer < 1 << 24
 
 
 class WireEnd:
@@ -82,7 +85,7 @@ class WireEnd:
         self._frames = np.zeros(ring.lanes * ring.slots, FRAME)
         self.shares = Shares()
         self.record = Wire(
-            link=link, number=-1, most=ring.slot_bytes, name=name, group=group,
+            link=link, number=-1, most=ring.slot_bytes, name=name, group=group, peer=end.peer,
             there=offer.there if offer else -1, open=1 if offer else 2, shut=end.abort_word() != 0,
             producer=end.producer, ring=end.address, geometry=end.geometry, counter=end.counter, turn=end.turn,
             replays=end.replays, owners=self._owners.ctypes.data, sources=self._sources.ctypes.data,

@@ -68,7 +68,7 @@ def at_once(config: Config) -> int:
 
 
 class Rings:
-    """Opens, keeps and closes ring ends.
+    """Opens, keeps and closes ring ends. The other ranks may open theirs from now on.
 
     Args:
         job: prefix of the names of the shared memory.
@@ -97,6 +97,8 @@ class Rings:
         self.gpu_collective_layout = self._sizes.gpu_collective_layout()
         self._ends: dict[tuple[Use, int, bool, int], RingEnd] = {}
         self._opening = threading.Lock()
+        for transport in transports:
+            transport.enter(group)
 
     def end(self, peer: int, use: Use, deadline: Deadline, *, producer: bool, channel: int = 0) -> RingEnd:
         """This rank's end of the ring to or from `peer`; opens it without waiting for the peer.
