@@ -86,6 +86,7 @@ def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
     given = {"transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
     elsewhere = Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, **given)
     elsewhere.ready()
+    elsewhere.meet()
     return elsewhere
 
 

@@ -97,13 +97,16 @@ class Context:
         try:
             with session.telling(making):
                 self._open_contract(making, deadline)
-                making.assemble(
-                    session.rank, ranks, deadline, lambda: [ranks[r] for r in sorted(self.lifecycle.departed)]
-                )
+                session.ready()
+                making.assemble(session.rank, ranks, deadline, self._gone)
                 session.complete()
         except BaseException:
             self.lifecycle.close()
             raise
+
+    def _gone(self) -> list[int]:
+        """The ranks that have left or ended, as far as this one knows, as numbers of the whole job."""
+        return [*(self.ranks[r] for r in sorted(self.lifecycle.departed)), *self.session.ended()]
 
     def _open_contract(self, store: GuardedStore, deadline: Deadline) -> None:
         infos = self.session.infos

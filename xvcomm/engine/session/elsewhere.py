@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
@@ -113,6 +114,7 @@ class Elsewhere:
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._begin = partial(store.notices, _PLACE, died, silent, self._patience)
         self._begun: Future[Notices | None] = Future()
+        self._met = threading.Event()
         self._outbox: SimpleQueue[Stop | Departure | _End] = SimpleQueue()
         self._threads = [Daemon("xvcomm-elsewhere", self._follow), Daemon("xvcomm-announcer", self._announce)]
         for thread in self._threads:
@@ -125,6 +127,10 @@ class Elsewhere:
             DeadlineExceeded, StoreError: it does not answer, or cannot be reached.
         """
         self._begun.result()
+
+    def meet(self) -> None:
+        """All ranks have started: learn how the one is reached that is tried. What is posted goes out after that."""
+        self._met.set()
 
     @property
     def tells(self) -> bool:
@@ -158,8 +164,10 @@ class Elsewhere:
         notices = self._following()
         if notices is None:
             return
-        with contextlib.suppress(XvcommError):
-            self._transport(self._tried).meet(self._tried)
+        self._met.wait()
+        if not self._over:
+            with contextlib.suppress(XvcommError):
+                self._transport(self._tried).meet(self._tried)
         end: _End | None = None
         while end is None:
             news, end = self._gathered()
@@ -223,6 +231,7 @@ class Elsewhere:
         if self._over:
             return
         self._over = True
+        self._met.set()
         notices = self._following()
         self._outbox.put(_End(leaves=True))
         if notices is not None:
@@ -236,6 +245,7 @@ class Elsewhere:
             served: whether the store may still answer, so that others learn nothing wrong when it is closed.
         """
         self._over = True
+        self._met.set()
         self._outbox.put(_End(leaves=False))
         if served and (notices := self._following()) is not None:
             notices.leave()

@@ -39,7 +39,7 @@ from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
 from xvcomm.errors import PeerLost, XvcommError
 from xvcomm.memory.segment import sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore, cause
-from xvcomm.rendezvous.store.join import join_barrier, refuse
+from xvcomm.rendezvous.store.join import ended, join_barrier, refuse
 from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.system import forking, limits
 from xvcomm.trace.format import Life, Record
@@ -86,7 +86,8 @@ class Session:
         self._told = b""  # generation of the store in which this rank has published what others need
         self.journal, self.grown = Journal(), grown
         self.supervision = Supervision(self.journal)
-        self._closed, self._cleanup = False, contextlib.ExitStack()
+        self._complete = self._closed = False
+        self._cleanup = contextlib.ExitStack()
         self.at_close = self._cleanup.callback
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
         spare = spare_ports(config) if size > 1 else ()
@@ -95,7 +96,8 @@ class Session:
         self._cleanup.callback(self.store.close)
         self.numbers = tuple(range(size)) if grown is None else grown.numbers
         self.join_requests = JoinRequests(store, config) if grown is None else grown.requests
-        join, self._meeting = part("join", store, grown), part("transports", self.store, grown)
+        self._join = join = part("join", store, grown)
+        self._meeting = part("transports", self.store, grown)
         try:
             mine = self._introduce(join)
             everybody = join_barrier(join, rank, size, msgspec.msgpack.encode(mine), deadline)
@@ -177,15 +179,25 @@ class Session:
             raise
         self._cleanup.callback(self.peer_rings.linger)
 
-    def complete(self) -> None:
-        """All ranks of the job have started: end what this one does beside its start.
+    def ready(self) -> None:
+        """Wait until ranks of other hosts would hear of the end of this process: before it tells any that it has started.
 
         Raises:
             StoreError, DeadlineExceeded: what the store tells of other hosts cannot be followed.
         """
-        self._unname_journal()
         if self._elsewhere is not None:
             self._elsewhere.ready()
+
+    def ended(self) -> Sequence[int]:
+        """A rank that has ended before it was `ready`, as far as the store knows and this rank still starts."""
+        return () if self._complete else ended(self._join)
+
+    def complete(self) -> None:
+        """All ranks of the job have started: end what this one does beside its start."""
+        self._complete = True
+        self._unname_journal()
+        if self._elsewhere is not None:
+            self._elsewhere.meet()
 
     def _listen_elsewhere(self) -> None:
         """Follow what the store tells of other hosts, as far as any of their ranks are left."""
@@ -208,6 +220,7 @@ class Session:
             self._listen_elsewhere()
             if self._elsewhere is not None:
                 self._elsewhere.ready()
+                self._elsewhere.meet()
             self._told = self.succession.generation
 
     def _abandon_elsewhere(self) -> None:

@@ -175,10 +175,10 @@ class GuardedStore(PrefixStore):
         Args:
             rank: of this process.
             ranks: the ranks to wait for, numbered in the whole job like `rank`.
-            departed: returns the ranks that have left, as far as this process knows.
+            departed: returns the ranks that have left or ended, as far as this process knows.
 
         Raises:
-            PeerLost: a rank left before it called this.
+            PeerLost: a rank left or ended before it called this.
             DeadlineExceeded: names the ranks that did not call this in time.
             XvcommError: see `check`.
         """
@@ -186,7 +186,7 @@ class GuardedStore(PrefixStore):
         def look() -> None:
             for other in departed():
                 if not self._begun(other):
-                    text = f"rank {other} of the job left before it opened shared memory; restart the job"
+                    text = f"rank {other} of the job ended before it opened shared memory; restart the job"
                     raise PeerLost(text, rank=rank, peer=other)
 
         arrival: list[Step] = [Set(f"begun/{rank}", b""), Post("arrivals", b"")]

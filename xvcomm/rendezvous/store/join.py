@@ -15,7 +15,7 @@ from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded,
 from xvcomm.system import processes
 from xvcomm.types.deadline import Deadline
 
-_VERDICT = "verdict"
+_VERDICT, _ENDED = "verdict", "ended"
 _SETTLE_SECONDS, _LOOK_SECONDS = 5.0, 1.0
 _FEW = 16
 """So many ranks ask for what all others have told as soon as they join: the last one needs it, and none knows that it is the
@@ -89,11 +89,12 @@ def join_barrier(
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
     entry = msgspec.msgpack.encode(_Entry(_who(), info, size, processes.identity()))
-    came, noticed, _, sums, *told = store.exchange(
+    came, noticed, _, _, sums, *told = store.exchange(
         [
             Add(f"rank/{rank}", 1),
             DecideAtEnd(_VERDICT, msgspec.msgpack.encode(_ended(rank, _who(), noun))),
             Decide(f"info/{rank}", entry),  # which another process of this number may have set
+            DecideAtEnd(_ENDED, b"%d" % rank),
             Add("joined", (size << _SIZE_SHIFT) + 1),
             *(Look(f"info/{r}") for r in range(size) if size <= _FEW),
         ],
@@ -134,6 +135,13 @@ def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK)
     text = f"{noun.noun} {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
     with contextlib.suppress(XvcommError):
         _decide(store, _Verdict(failed=text, peer=rank))
+
+
+def ended(store: Store) -> list[int]:
+    """The first rank that has ended since it joined, if one has and the store has noticed: its number."""
+    with contextlib.suppress(NotSet):
+        return [int(store.get(_ENDED, Deadline.after(0)))]
+    return []
 
 
 def awaits(store: Store, rank: int, deadline: Deadline) -> bool:
