@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import hmac
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Answer, Question
 from xvcomm.trace.snapshot import Grades
 from xvcomm.types.deadline import Deadline
-from xvcomm.types.route import Route
+from xvcomm.types.route import Ends, Route
 
 if TYPE_CHECKING:
     from xvcomm.abc.cards import Cards
@@ -151,6 +151,10 @@ class TcpTransport(Transport):
 
     def rails(self) -> list[Rail]:
         return [] if self.network is None else self.network.rails()
+
+    def restrict(self, member: int, only: Collection[Ends]) -> None:
+        if (network := self.network) is not None:
+            network.restrict(member, only)
 
     def paths(self) -> list[Path]:
         return [] if (network := self.network) is None else network.paths()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from fabric import DROP, REFUSE, STATUS
-from fake_hosts import LAYOUT, SECONDS, SIZES, Hosts, carry, close, get, put, until
+from fake_hosts import HOST, LAYOUT, SECONDS, SIZES, Hosts, carry, close, get, put, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +48,31 @@ def test_messages_go_by_rdma(make, delay, inline):
     for seed in range(5):
         carry(hosts, ends, seed=seed)
     assert hosts.bytes_by_rdma() - before > 5 * sum(SIZES)
+    close(*ends)
+
+
+def sent_by(hosts):
+    """Bytes of the rails from the first network, by their numbers."""
+    return {rail.number: rail.sent for rail in hosts.networks[0].rails()}
+
+
+def test_some_rails_carry_alone(make):
+    """Whichever they are, also a socket beside RDMA, until they are lost, and then all carry."""
+    hosts = make(delay=1)
+    ends = hosts.rings()
+    hosts.meet()
+    carry(hosts, ends)
+    for number in hosts.numbers:
+        for index in range(2):
+            hosts.networks[index].restrict(1 - index, [(HOST, HOST, number)])
+        before = sent_by(hosts)
+        carry(hosts, ends, seed=number)
+        carried = {number: sent - before[number] for number, sent in sent_by(hosts).items()}
+        assert carried.pop(number) > sum(SIZES) and max(carried.values()) < sum(SIZES) // 20
+    hosts.networks[0].lose(1, (HOST, HOST, hosts.numbers[-1]))
+    carry(hosts, ends, seed=1)
+    hosts.networks[0].restrict(1, ())
+    carry(hosts, ends, seed=2)
     close(*ends)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +15,8 @@ from xvcomm.backends.rdma.affinity import nearest
 from xvcomm.backends.tcp import TcpTransport
 from xvcomm.cli import app
 from xvcomm.cli.drawing import draw
-from xvcomm.cli.survey import interfaces, merged, rounds
+from xvcomm.cli.speeds import rounds
+from xvcomm.cli.survey import interfaces
 from xvcomm.cli.topo import lines
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ConfigError
@@ -32,10 +34,10 @@ def host(name: str, number: int, island: str, first: int) -> Host:
 
 
 RAILS = [
-    Rail("node7", "node8", "10.0.0.7", "10.0.0.8", "rdma", 2e10),
-    Rail("node7", "node8", "10.1.0.7", "10.1.0.8", "tcp", 3e9),
-    Rail("node8", "node7", "10.0.0.8", "10.0.0.7", "rdma", 1e10),
-    Rail("node8", "node7", "192.168.0.8", "192.168.0.7", "tcp", 1e9),
+    Rail("node7", "node8", "10.0.0.7", "10.0.0.8", "rdma", 2e10, 1.9e10),
+    Rail("node7", "node8", "10.1.0.7", "10.1.0.8", "tcp", 3e9, 0),
+    Rail("node8", "node7", "10.0.0.8", "10.0.0.7", "rdma", 1e10, 1e10),
+    Rail("node8", "node7", "192.168.0.8", "192.168.0.7", "tcp", 12.34e6, 1e6),
 ]
 TWO = Cluster([host("node7", 7, "cuda", 0), host("node8", 8, "ro<m", 2)], RAILS)
 
@@ -59,7 +61,7 @@ def test_text() -> None:
     assert "  rank 0  island cuda  cuda  0000:65:00.0  uses mlx5_1\n  rank 1  island cuda  host\n" in text
     assert "  eth1  10.1.0.7/24  200 Gbit/s  mlx5_1  0000:61:00.0  NUMA node 1\n" in text
     assert "  PCIe    eth0               eth1\n  rank 0  another NUMA node  the same switch\n" in text
-    assert "  node7 to node8: 23.00 GB/s\n    10.0.0.7 to 10.0.0.8  rdma  20.00 GB/s\n" in text
+    assert "  node7 to node8: 19 GB/s\n    10.0.0.7 to 10.0.0.8  rdma  20 GB/s alone  19 GB/s with the others\n" in text
     assert next(lines(Cluster([], rehearsal=True))).endswith("; a rehearsal")
 
 
@@ -68,7 +70,7 @@ def test_drawing() -> None:
     texts = [element.text for element in root.iter(f"{SVG}text")]
     for told in ("host node7", "rank 3", "island ro<m", "cuda 0000:65:00.0", "eth1: the same switch", "eth0 mlx5_0"):
         assert told in texts
-    assert texts[-1] == "node8 to node7: 192.168.0.8 to 192.168.0.7 (tcp) 1.00 GB/s"
+    assert texts[-1] == "node8 to node7: 192.168.0.8 to 192.168.0.7 (tcp) 12.3 MB/s alone, 1 MB/s with the others"
     assert len(list(root.iter(f"{SVG}path"))) == 3  # both directions of a connection are one curve
     thick = [line for line in root.iter(f"{SVG}line") if line.get("stroke-width") == "2"]
     assert [line[0].text for line in thick] == ["rank 0 to eth1: the same switch", "rank 2 to eth1: the same switch"]
@@ -108,10 +110,16 @@ def test_each_pair_is_measured_once_and_no_host_twice_at_a_time(count: int) -> N
     assert len(made) <= count
 
 
-def test_connections_between_the_same_addresses_are_one() -> None:
-    assert merged([RAILS[0], RAILS[1], RAILS[0]]) == [
-        Rail("node7", "node8", "10.0.0.7", "10.0.0.8", "rdma", 4e10),
-        RAILS[1],
+def test_a_file_of_an_earlier_version() -> None:
+    """Its speeds are what each connection carried beside the others."""
+    ends = {"source": "a", "target": "b", "scheme": "tcp"}
+    rails = [ends | {"local": f"10.{i}.0.7", "remote": f"10.{i}.0.8", "speed": 2e9 - i * 5e8} for i in range(2)]
+    text = json.dumps({"hosts": [], "rails": rails, "format": 1})
+    told = list(lines(cluster.read(text.encode())))
+    assert told[-3:] == [
+        "  a to b: 3.5 GB/s",
+        "    10.0.0.7 to 10.0.0.8  tcp  2 GB/s",
+        "    10.1.0.7 to 10.1.0.8  tcp  1.5 GB/s",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from xvcomm.abc.cards import Cards, QueueEnd
@@ -16,7 +16,7 @@ from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Answer, Question
 from xvcomm.trace.snapshot import Grades
 from xvcomm.types.deadline import Deadline
-from xvcomm.types.route import Route
+from xvcomm.types.route import Ends, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +317,15 @@ class Transport(ABC):
     def rails(self) -> list[Rail]:
         """The connections that carry its rings at the moment; ranks are numbers of the whole job."""
         return []
+
+    def restrict(self, member: int, only: Collection[Ends]) -> None:  # noqa: B027 - ranks that share memory have no rails
+        """Let only these rails carry what this rank sends to another one from now on; none: all of them again.
+
+        If all of them are lost, the others carry. Control messages go over any.
+
+        Args:
+            member: its number in the whole job.
+        """
 
     def paths(self) -> list[Path]:
         """Where it has connections that carry its rings, or has had some; never fewer. Ranks as in `rails`. Never blocks."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from xvcomm.cli.topo import speed_text
-from xvcomm.types.cluster import Cluster, Host, Nic, Place
+from xvcomm.cli.topo import speeds
+from xvcomm.types.cluster import Cluster, Host, Nic, Place, Rail
 
 _COLOURS = ("#cfe8d5", "#f6d6c9", "#d3def4", "#f5ecc2", "#e4d3ef", "#cdeaea")
 """Of islands, in their order."""
@@ -59,7 +59,7 @@ def draw(found: Cluster) -> str:
     """The cluster as SVG."""
     plan = _Plan(found)
     pairs = dict.fromkeys(frozenset((rail.source, rail.target)) for rail in found.rails)
-    legend = list(_speeds(found, plan, _BOTTOM + 60 + 30 * len(pairs)))
+    legend = list(_legend(found, plan, _BOTTOM + 60 + 30 * len(pairs)))
     high = _BOTTOM + 80 + 30 * len(pairs) + _LINE * len(legend)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {plan.right:g} {high:g}" width="{plan.right:g}" height="{high:g}" '
@@ -119,18 +119,22 @@ def _curves(found: Cluster, plan: _Plan) -> Iterator[str]:
         level = deep.setdefault(frozenset((rail.source, rail.target)), len(deep))
         (x1, y1), (x2, y2) = plan.end(rail.source, rail.local), plan.end(rail.target, rail.remote)
         down = _BOTTOM + 50 + 30 * level
-        title = f"{rail.local} to {rail.remote} ({rail.scheme}): {speed_text(rail.speed)}"
+        title = f"{rail.local} to {rail.remote} ({rail.scheme}): {_speeds(rail)}"
         yield (
             f'<path d="M {x1:g} {y1} C {x1:g} {down} {x2:g} {down} {x2:g} {y2}" fill="none" stroke="#2a7f6f" stroke-width="2">'
             f"<title>{escape(title)}</title></path>"
         )
 
 
-def _speeds(found: Cluster, plan: _Plan, top: float) -> Iterator[str]:
+def _legend(found: Cluster, plan: _Plan, top: float) -> Iterator[str]:
     """The speeds of connections as lines of text."""
     for i, rail in enumerate(found.rails):
-        text = f"{rail.source} to {rail.target}: {rail.local} to {rail.remote} ({rail.scheme}) {speed_text(rail.speed)}"
+        text = f"{rail.source} to {rail.target}: {rail.local} to {rail.remote} ({rail.scheme}) {_speeds(rail)}"
         yield _text(plan.left[0] if plan.left else _GAP, top + _LINE * i, text)
+
+
+def _speeds(rail: Rail) -> str:
+    return ", ".join(filter(None, speeds(rail)))
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str) -> str:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import itertools
 import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma import affinity, sysfs
+from xvcomm.cli.speeds import measure
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
 from xvcomm.engine.session.equipment import choose_backend
-from xvcomm.types.cluster import Cluster, Host, Nic, Place, Rail
+from xvcomm.types.cluster import Cluster, Host, Nic, Place
 
 if TYPE_CHECKING:
     from xvcomm.comm.communicator import Communicator
 
 NET = Path("/sys/class/net")
-_NBYTES = 16 << 20
-"""Size of the messages that are timed: large ones, since a slow connection carries little of others."""
-_MEET_SECONDS = 1.0
-"""How long a pair of hosts sends before it is measured: connections come up meanwhile."""
 
 
 def place(config: Config, rank: int, nics: Sequence[Nic]) -> Place:
@@ -70,7 +64,7 @@ def survey(comm: Communicator, config: Config, env: Mapping[str, str], seconds: 
     """The cluster that the ranks of a communicator on host memory are in; None but on rank 0.
 
     Args:
-        seconds: that each direction between two hosts is measured for; 0 measures nothing.
+        seconds: see `measure`; 0 measures nothing.
     """
     nics = interfaces(config, env)
     mine = config.host or socket.gethostname(), place(config, comm.rank, nics), nics, bool(config.host or config.island)
@@ -87,78 +81,3 @@ def survey(comm: Communicator, config: Config, env: Mapping[str, str], seconds: 
     if found is None:
         return None
     return Cluster(hosts, list(itertools.chain.from_iterable(found)), any(rehearsal for *_, rehearsal in told))
-
-
-def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of so many, in rounds in which each is in one pair at most."""
-    circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    for _ in range(len(circle) - 1):
-        pairs = zip(circle[: len(circle) // 2], circle[::-1], strict=False)
-        yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
-        circle[1:] = [circle[-1], *circle[1:-1]]
-
-
-def measure(comm: Communicator, first: Sequence[int], names: Sequence[str], seconds: float) -> list[Rail]:
-    """The connections from this rank's host to the others, with their speeds; all ranks call it.
-
-    Args:
-        first: the rank of each host that measures.
-    """
-    found: list[Rail] = []
-    for pairs in rounds(len(first)):
-        comm.barrier()
-        for pair in pairs:
-            if comm.rank in (first[pair[0]], first[pair[1]]):
-                found += _pair(comm, *pair, first, names, seconds)
-    return found
-
-
-def _pair(
-    comm: Communicator, low: int, high: int, first: Sequence[int], names: Sequence[str], seconds: float
-) -> list[Rail]:
-    """One direction after the other; the connections of the one in which this rank sends."""
-    found: list[Rail] = []
-    for source, target in ((low, high), (high, low)):
-        if comm.rank == first[target]:
-            _receive(comm, first[source])
-            _receive(comm, first[source])
-            continue
-        other = first[target]
-        _send(comm, other, _MEET_SECONDS)
-        before = {(r.scheme, r.local, r.remote, r.number): r.sent for r in comm.rails() if r.rank == other}
-        took = _send(comm, other, seconds)
-        for rail in comm.rails():
-            if rail.rank == other:
-                sent = rail.sent - before.get((rail.scheme, rail.local, rail.remote, rail.number), 0)
-                speed = sent / took
-                found.append(Rail(names[source], names[target], rail.local, rail.remote, rail.scheme, speed))
-    return merged(found)
-
-
-def merged(rails: Sequence[Rail]) -> list[Rail]:
-    """Connections between the same addresses as one, which is as fast as all of them."""
-    speeds: dict[tuple[str, str, str, str, str], float] = {}
-    for rail in rails:
-        key = rail.source, rail.target, rail.local, rail.remote, rail.scheme
-        speeds[key] = speeds.get(key, 0.0) + rail.speed
-    return [Rail(*key, speed) for key, speed in speeds.items()]
-
-
-def _send(comm: Communicator, other: int, seconds: float) -> float:
-    """Send for some seconds; how long it took until all had arrived."""
-    data, more = np.zeros(_NBYTES, np.uint8), np.ones(1, np.uint8)
-    begin = time.monotonic()
-    while time.monotonic() < begin + seconds:
-        comm.send(more, other)
-        comm.send(data, other)
-    comm.send(np.zeros(1, np.uint8), other)
-    comm.recv(more, other)
-    return time.monotonic() - begin
-
-
-def _receive(comm: Communicator, other: int) -> None:
-    """Receive until the other side says that nothing more comes."""
-    data, more = np.empty(_NBYTES, np.uint8), np.empty(1, np.uint8)
-    while comm.recv(more, other)[0]:
-        comm.recv(data, other)
-    comm.send(more, other)

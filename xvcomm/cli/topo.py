@@ -21,7 +21,7 @@ def topo(
     out: Annotated[Path | None, typer.Option(help="Write a topology file, also for XVCOMM_AFFINITY.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw it as SVG into this file.")] = None,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Measure each direction between two hosts for so long; 0: do not.")
+        float, typer.Option(min=0, help="Measure each connection, in each direction, for so long; 0: do not.")
     ] = 0.5,
 ) -> None:
     """Draw hosts, islands, GPUs, network interfaces, their distances on PCIe, and the connections with their speeds.
@@ -103,14 +103,23 @@ def _rails(rails: Sequence[Rail]) -> Iterator[str]:
     for rail in rails:
         pairs.setdefault((rail.source, rail.target), []).append(rail)
     for (source, target), its in pairs.items():
-        yield f"  {source} to {target}: {speed_text(sum(rail.speed for rail in its))}"
-        rows = [(f"{rail.local} to {rail.remote}", rail.scheme, speed_text(rail.speed)) for rail in its]
+        together = sum(rail.speed if rail.share is None else rail.share for rail in its)
+        yield f"  {source} to {target}: {speed_text(together)}"
+        rows = [(f"{rail.local} to {rail.remote}", rail.scheme, *speeds(rail)) for rail in its]
         yield from (f"    {line}" for line in _columns(rows))
 
 
+def speeds(rail: Rail) -> tuple[str, str]:
+    """The two speeds of a rail, for users; the second is empty in older files."""
+    if rail.share is None:
+        return speed_text(rail.speed), ""
+    return f"{speed_text(rail.speed)} alone", f"{speed_text(rail.share)} with the others"
+
+
 def speed_text(speed: float) -> str:
-    """Bytes a second for users."""
-    return f"{speed / 1e9:.2f} GB/s"
+    """Bytes a second for users, with three digits."""
+    unit, name = (1e9, "GB/s") if speed >= 0.9995e9 else (1e6, "MB/s") if speed >= 0.9995e6 else (1e3, "kB/s")
+    return f"{speed / unit:.3g} {name}"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -56,7 +56,15 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Rail(msgspec.Struct, frozen=True):
-    """A connection from a host to another one, with the bytes a second that it carried while it was measured."""
+    """The connections of one kind from an address of a host to one of another host.
+
+    Attributes:
+        source, target: names of the hosts.
+        local, remote: the addresses.
+        scheme: `tcp` or `rdma`.
+        speed: bytes a second that they carried while they alone did.
+        share: the same while all connections between the hosts carried; None in older files, whose `speed` it is.
+    """
 
     source: str
     target: str
@@ -64,6 +72,7 @@ class Rail(msgspec.Struct, frozen=True):
     remote: str
     scheme: str
     speed: float
+    share: float | None = None
 
 
 class Cluster(msgspec.Struct, frozen=True):

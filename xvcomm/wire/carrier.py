@@ -16,7 +16,7 @@ from xvcomm.errors import ResourceError
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Question
 from xvcomm.wire import records
-from xvcomm.wire.changes import land, lose, put, report, retire, take, use, withdraw
+from xvcomm.wire.changes import choose, land, lose, put, report, retire, take, use, withdraw
 from xvcomm.wire.posting import drain, greet, greeted
 from xvcomm.wire.progress import assist, progress_address, run, wake_address
 from xvcomm.wire.records import OF_LINK, PLACES, SINK_BYTES, Link, Rail, Rdma
@@ -181,6 +181,11 @@ class Carrier:
             use(self.address, index)
         self.wake()
         return index
+
+    def choose(self, index: int, *, chosen: bool) -> None:
+        """Let a rail be one of those that alone carry slots, or no longer. Where all of them are lost, the others carry."""
+        choose(self.address, index, int(chosen))
+        self.wake()
 
     def drop(self, index: int) -> None:
         """Take a rail out of use; what it carried goes over others, as after a failure."""

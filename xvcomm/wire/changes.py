@@ -56,6 +56,8 @@ def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
         link.rdma_rails -= 1
     else:
         _forget_socket(link, address_of(rail, "lock"))
+    link.chosen -= rail.chosen
+    rail.chosen = 0
     for i in range(link.wire_count):
         wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
         if wire.ring == 0:
@@ -113,6 +115,18 @@ def _use(address: int, index: int) -> int:
         link.sockets[link.socket_count] = address_of(rail, "lock")
         link.socket_count += 1
     rail.state = UP
+    unlock(carrier)
+    return 0
+
+
+def _choose(address: int, index: int, chosen: int) -> int:
+    """Let a rail be one of those that alone carry slots, or no longer; without effect on one that is lost."""
+    carrier = carrier_at(address)
+    lock(carrier)
+    rail = rail_at(load(carrier.rails + 8 * index))
+    if rail.state == UP:
+        link_at(load(carrier.links + 8 * rail.link)).chosen += chosen - rail.chosen
+        rail.chosen = chosen
     unlock(carrier)
     return 0
 
@@ -258,6 +272,7 @@ with compiling():
     put = kernel("int64(int64, int64, int64)")(_put)
     take = kernel("int64(int64, int64, int64, int64, int64)")(_take)
     use = kernel("int64(int64, int64)")(_use)
+    choose = kernel("int64(int64, int64, int64)")(_choose)
     report = kernel("int64(int64, int64, int64, int64, int64)")(_report)
     retire = kernel("int64(int64, int64)")(_retire)
     land = kernel("int64(int64, int64)")(_land)

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from xvcomm.abc.cards import Cards, Pair
@@ -220,6 +220,12 @@ class Network:
         for index, rail in list(self._links[rank].rails.items()):
             if rail.ends == which:
                 self.carrier.drop(index)
+
+    def restrict(self, rank: int, only: Collection[Ends]) -> None:
+        """See `Transport.restrict`."""
+        if (link := self._links.get(rank)) is not None:
+            for index, rail in list(link.rails.items()):
+                self.carrier.choose(index, chosen=rail.ends in only)
 
     def paths(self) -> list[Path]:
         """See `Transport.paths`."""

@@ -72,10 +72,12 @@ def finished(wire: Any) -> int:
 
 @register_jitable
 def _carries(link: Any, rail: Any, wire: Any) -> bool:
-    """Whether a rail may carry the slots: where RDMA devices reach both ends', rails of RDMA do."""
-    if link.rdma_rails > 0 and wire.registered != 0 and wire.slots_there != 0:
-        return bool(rail.rdma != 0)
-    return bool(rail.rdma == 0 and wire.apart == 0 and wire.apart_there == 0)
+    """Whether a rail may carry the slots: where RDMA devices reach both ends', rails of RDMA do; if some are chosen, these."""
+    by_rdma = link.rdma_rails > 0 and wire.registered != 0 and wire.slots_there != 0
+    by_socket = wire.apart == 0 and wire.apart_there == 0
+    if link.chosen > 0 and by_socket and (by_rdma or link.rdma_rails == 0):
+        return bool(rail.chosen != 0)
+    return bool(rail.rdma != 0) if by_rdma else bool(rail.rdma == 0 and by_socket)
 
 
 @register_jitable
@@ -261,7 +263,7 @@ def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
 @register_jitable
 def _declines(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
     """Whether a rail leaves a slot to another one that would deliver it sooner; see `another_is_sooner`."""
-    if link.socket_count < 2 or link.rdma_rails > 0:
+    if link.socket_count < 2 or link.rdma_rails > 0 or link.chosen > 0:
         return False
     rail.declined = 1 if another_is_sooner(link, rail, nbytes, rest) else 0
     return bool(rail.declined != 0)

@@ -69,7 +69,9 @@ def _carry_for(carrier: Any, rail: Any, index: int, idle: bool, receives: bool) 
 @register_jitable
 def _rests(carrier: Any, rail: Any) -> bool:
     """Whether a rail need not be looked at in this round."""
-    if rail.rdma != 0 or rail.blocked != 0 or link_at(load(carrier.links + 8 * rail.link)).rdma_rails == 0:
+    if rail.rdma != 0 or rail.blocked != 0 or rail.chosen != 0:
+        return False
+    if link_at(load(carrier.links + 8 * rail.link)).rdma_rails == 0:
         return False
     rail.rested += 1
     return bool(rail.rested % _REST != 0)

@@ -120,6 +120,7 @@ RAIL = np.dtype([
     ("full_since", "i8"),  # 0: it is not; bytes acknowledged then
     ("acknowledged", "i8"),
     ("declined", "i8"),  # whether it has left a slot to another rail, when it was looked at last
+    ("chosen", "i8"),  # whether it is one of those that alone carry slots, see `LINK.chosen`
     # the frame that is being sent
     ("out", "i8"),  # address of its header; 0: none
     ("out_data", "i8"),
@@ -155,6 +156,7 @@ LINK = np.dtype([
     ("about", "i8"),
     ("wanted", "i8"),
     ("rdma_rails", "i8"),  # how many rails of RDMA are up
+    ("chosen", "i8"),  # how many rails that are up carry slots alone; 0: all carry
     ("sockets", "i8", MAX_RAILS),  # addresses of the other rails that are up, and how many there are
     ("socket_count", "i8"),
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
