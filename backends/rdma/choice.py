@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xvcomm.backends.rdma import sysfs
+from xvcomm.backends.rdma.gids import subnet_gid
 from xvcomm.config import Config
 from xvcomm.types.nics import NicList
 
@@ -46,3 +47,8 @@ class PortChoice:
             if name in above
         )  # fmt: skip
         return self.names.judge(named=named)
+
+    def subnet_ports(self, device: str, root: Path = sysfs.ROOT) -> dict[int, str]:
+        """The active ports of InfiniBand of a device that are used, with the GIDs by which they have their places in subnets."""
+        found = {port.number: subnet_gid(port) for port in sysfs.ports(device, root) if port.state == "active"}
+        return {number: gid.address for number, gid in found.items() if gid and self.judge(device, number, root)[0]}

@@ -66,6 +66,11 @@ def interfaces(name: str, root: Path = ROOT) -> dict[str, int]:
     return {folder.name: int(_text(folder / "dev_port") or 0) + 1 for folder in found}
 
 
+def gigabits(name: str, port: int, root: Path = ROOT) -> float:
+    """The speed of a port in Gbit/s; 0 if the kernel does not know."""
+    return float((_text(root / name / "ports" / str(port) / "rate") or "0").split()[0])
+
+
 def partition_keys(name: str, port: int, root: Path = ROOT) -> dict[int, int]:
     """The keys of a port's partitions, by their places in its table."""
     found = {

@@ -142,3 +142,56 @@ def test_interfaces_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert found == Nic("eth0", ["10.0.0.7/24", "fd00::7/64"], "mlx5_0", "0000:66:00.0", 1, 25)
     (net / "eth0" / "speed").write_text("-1\n")
     assert interfaces(Config(), {}, net, rdma)[0].gigabits == 0
+
+
+def infiniband(root: Path, name: str, lids: tuple[str, ...], interface: str = "") -> None:
+    """Describe a device as the kernel does, whose ports have these LIDs; its first one may have IP over InfiniBand."""
+    files = {f"device/net/{interface}/dev_port": "0"} if interface else {}
+    for number, lid in enumerate(lids, 1):
+        port = f"ports/{number}"
+        files |= {
+            f"{port}/link_layer": "InfiniBand", f"{port}/state": "4: ACTIVE", f"{port}/lid": lid,
+            f"{port}/rate": "200 Gb/sec (4X HDR)", f"{port}/gids/0": f"fe80::{name[-1]}{number}",
+            f"{port}/gid_attrs/types/0": "IB/RoCE v1",
+        }  # fmt: skip
+    for file, text in files.items():
+        (root / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / name / file).write_text(f"{text}\n")
+
+
+def test_devices_of_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a network interface they are listed by themselves; else by that. The GIDs are what rails of RDMA go between."""
+    used = [Interface("ib0", "10.3.0.7/24", True, ""), Interface("eth0", "10.0.0.7/24", True, "")]
+    monkeypatch.setattr(TcpTransport, "interfaces", lambda config, env: used)
+    root = tmp_path / "infiniband"
+    infiniband(root, "mlx5_0", ("0x5",), "ib0")
+    infiniband(root, "mlx5_1", ("0x6", "0x7", "0x0"))
+    found = interfaces(Config(), {}, tmp_path, root)
+    assert found == [
+        Nic("ib0", ["10.3.0.7/24", "fe80::1"], "mlx5_0"),
+        Nic("eth0", ["10.0.0.7/24"]),
+        Nic("mlx5_1", ["fe80::11", "fe80::12"], "mlx5_1", gigabits=400),
+    ]
+    here, there = (Host(name, [Place(rank, "cuda", "host")], found) for rank, name in enumerate("ab"))
+    made = Cluster([here, there], [Rail("a", "b", "fe80::12", "fe80::12", "rdma", 2e10, 1e10)])
+    assert "  mlx5_1  fe80::11, fe80::12    400 Gbit/s     InfiniBand\n" in "\n".join(lines(made))
+    drawn = ElementTree.fromstring(draw(made))
+    assert "mlx5_1 InfiniBand" in [element.text for element in drawn.iter(f"{SVG}text")]
+    (curve,) = drawn.iter(f"{SVG}path")
+    assert curve.get("d", "").split()[2] == "238", "it does not begin at the device"
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "names"),
+    [
+        (Config(), {}, ["mlx5_1", "mlx5_2"]), (Config(nics="eth0,mlx5_2"), {}, ["mlx5_2"]), (Config(rdma=0), {}, []),
+        (Config(), {"NCCL_IB_HCA": "mlx5_1"}, ["mlx5_1"]),
+    ],
+)  # fmt: skip
+def test_devices_of_infiniband_that_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Config, env: dict[str, str], names: list[str]
+) -> None:
+    monkeypatch.setattr(TcpTransport, "interfaces", lambda config, env: [])
+    for name in ("mlx5_1", "mlx5_2"):
+        infiniband(tmp_path / "infiniband", name, ("0x6",))
+    assert [nic.name for nic in interfaces(config, env, tmp_path, tmp_path / "infiniband")] == names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from xvcomm.cli.topo import speeds
+from xvcomm.cli.topo import device_text, speeds
 from xvcomm.types.cluster import Cluster, Host, Nic, Place, Rail
 
 _COLOURS = ("#cfe8d5", "#f6d6c9", "#d3def4", "#f5ecc2", "#e4d3ef", "#cdeaea")
@@ -92,7 +92,7 @@ def _host(plan: _Plan, number: int, host: Host) -> Iterator[str]:
     for i, nic in enumerate(host.nics):
         at = plan.cell(number, i)
         yield _box(at, _MIDDLE, _CELL, _HIGH, "#ececec")
-        yield _text(at + 6, _MIDDLE + 17, f"{nic.name} {nic.rdma}", bold=True)
+        yield _text(at + 6, _MIDDLE + 17, f"{nic.name} {device_text(nic)}", bold=True)
         yield _text(at + 6, _MIDDLE + 33, nic.addresses[0] if nic.addresses else "")
         yield _text(at + 6, _MIDDLE + 49, f"{nic.gigabits:g} Gbit/s" if nic.gigabits else "speed unknown")
         yield _text(at + 6, _MIDDLE + 65, nic.pcie)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_interface
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xvcomm.abc.nic_memory import SupportsNicMemory
-from xvcomm.backends.rdma import affinity, sysfs
+from xvcomm.backends.rdma import affinity, settings, sysfs
+from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.cli.speeds import measure
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
@@ -33,24 +35,45 @@ def place(config: Config, rank: int, nics: Sequence[Nic]) -> Place:
     used, _ = affinity.nearest(
         gpu, [nic.rdma for nic in nics if nic.rdma], config.affinity, config.host or socket.gethostname()
     )
-    distances = {nic.name: affinity.distance(gpu, nic.name, root=NET).text for nic in nics}
+    roots = {nic.name: NET if nic.is_interface else sysfs.ROOT for nic in nics}
+    distances = {name: affinity.distance(gpu, name, root=root).text for name, root in roots.items()}
     return Place(rank, island, able.kind, gpu, used, distances)
 
 
 def interfaces(config: Config, env: Mapping[str, str], net: Path = NET, rdma: Path = sysfs.ROOT) -> list[Nic]:
-    """The network interfaces of this host that are used between hosts."""
-    devices = {name: device for device in sysfs.names(rdma) for name in sysfs.interfaces(device, rdma)}
+    """This host's network interfaces that are used between hosts, and devices of InfiniBand that are used without one."""
+    below = {
+        name: (device, port) for device in sysfs.names(rdma) for name, port in sysfs.interfaces(device, rdma).items()
+    }
     addresses: dict[str, list[str]] = {}
     for transport in plugins.transports():
         if transport.usable:
             for interface in transport.load().interfaces(config, env):
                 if interface.used and interface.address:
                     addresses.setdefault(interface.name, []).append(interface.address)
+    gids = _gids(config, env, addresses, rdma)
     found = []
     for name, its in addresses.items():
-        where = sysfs.place(name, net)
-        found.append(Nic(name, its, devices.get(name, ""), where.pcie, where.numa_node, _gigabits(net / name)))
+        device, port = below.get(name, ("", 0))
+        where, gid = sysfs.place(name, net), gids.get(device, {}).pop(port, "")
+        speed = _gigabits(net / name)
+        found.append(Nic(name, [*its, gid] if gid else its, device, where.pcie, where.numa_node, speed))
+    for device, ports in gids.items():
+        if ports:
+            where, speed = sysfs.place(device, rdma), sum(sysfs.gigabits(device, port, rdma) for port in ports)
+            found.append(Nic(device, list(ports.values()), device, where.pcie, where.numa_node, speed))
     return found
+
+
+def _gids(
+    config: Config, env: Mapping[str, str], addresses: Mapping[str, Sequence[str]], rdma: Path
+) -> dict[str, dict[int, str]]:
+    """The GIDs of the ports of InfiniBand that are used, by device and port."""
+    if settings.refusal(config, env):
+        return {}
+    names = {str(ip_interface(address).ip): name for name, its in addresses.items() for address in its}
+    choice = PortChoice.of(config, env, names)
+    return {device: choice.subnet_ports(device, rdma) for device in sysfs.names(rdma)}
 
 
 def _gigabits(interface: Path) -> float:

@@ -95,7 +95,12 @@ def _rank(place: Place) -> tuple[str, ...]:
 def _nic(nic: Nic) -> tuple[str, ...]:
     speed = f"{nic.gigabits:g} Gbit/s" if nic.gigabits else "speed unknown"
     node = f"NUMA node {nic.numa_node}" if nic.numa_node >= 0 else ""
-    return nic.name, ", ".join(nic.addresses), speed, nic.rdma, nic.pcie, node
+    return nic.name, ", ".join(nic.addresses), speed, device_text(nic), nic.pcie, node
+
+
+def device_text(nic: Nic) -> str:
+    """The RDMA device of a network interface, or that it is a device without one."""
+    return nic.rdma if nic.is_interface else "InfiniBand"
 
 
 def _rails(rails: Sequence[Rail]) -> Iterator[str]:

@@ -8,15 +8,15 @@ FORMAT = 1
 
 
 class Nic(msgspec.Struct, frozen=True):
-    """A network interface that is used between hosts.
+    """A network interface that is used between hosts, or a device of InfiniBand that is used without one.
 
     Attributes:
-        name: `eth0`.
-        addresses: of it.
+        name: `eth0`; of a device without interface `mlx5_0`.
+        addresses: of it, and the GIDs of its ports of InfiniBand.
         rdma: its RDMA device, `mlx5_0`; empty if it has none.
         pcie: its PCIe address; empty for software devices.
         numa_node: that it is near to; -1 if the kernel does not know.
-        gigabits: its speed by its driver, in Gbit/s; 0 if that tells none.
+        gigabits: in Gbit/s by its driver, of a device without interface those of its ports; 0 if that tells none.
     """
 
     name: str
@@ -25,6 +25,11 @@ class Nic(msgspec.Struct, frozen=True):
     pcie: str = ""
     numa_node: int = -1
     gigabits: float = 0
+
+    @property
+    def is_interface(self) -> bool:
+        """Whether it is a network interface, and not a device without one."""
+        return self.name != self.rdma
 
 
 class Place(msgspec.Struct, frozen=True):
