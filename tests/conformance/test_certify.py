@@ -71,6 +71,25 @@ def test_what_cannot_run_is_skipped(tmp_path):
     assert all(r["state"] == SKIPPED and len(r["reason"]) > 10 for r in report["results"])
 
 
+def test_rdma_alone_on_one_host():
+    """Nothing is wrong, and nothing was certified."""
+    code, printed, _ = certify("--rdma", launcher=("run", "-n", "2", "--", "xvcomm"))
+    assert code == 2 and "on one host" in printed and "several hosts" in printed
+
+
+def test_rdma_alone_without_devices(tmp_path):
+    """The report names the hosts by their labels, and tells what failed and what to do; the code is that of all ranks."""
+    label = f"XVCOMM_HOST=h$XVCOMM_RANK {sys.executable} -m xvcomm certify --rdma --seconds 0.1 --out {tmp_path}; echo code $?"
+    command = [sys.executable, "-m", "xvcomm", "run", "-n", "2", "--no-prefix", "--", "sh", "-c", label]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV | {"XVCOMM_RDMA": "0"}, timeout=300)
+    assert done.stdout.count("code 1\n") == 2, done
+    for text in (done.stdout, (tmp_path / "certify-rdma.txt").read_text()):
+        for way in ("h0 to h1", "h1 to h0"):
+            assert f"{way}: 0 of 300 messages wrong, 0 % by RDMA, no rail of RDMA within 10 s\n" in text, text
+        assert "FAILED. Remedy: follow docs/rdma.md" in text
+    assert json.loads((tmp_path / "certify-rdma.json").read_text())["hosts"] == ["h0", "h1"]
+
+
 def test_one_rank_alone():
     code, printed, told = certify("--sections", "operations,messages", "--quick")
     assert code == 2 and "1 passed, 1 skipped" in printed

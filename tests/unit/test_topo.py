@@ -55,13 +55,29 @@ def test_other_files_are_refused(tmp_path: Path, text: bytes) -> None:
     assert isinstance(result.exception, ArgumentError) and "other.json is no topology file" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no.json"], "no.json cannot be read: No such file"),
+        (["topo.json", "--svg", "no/topo.svg"], "no/topo.svg cannot be written: No such"),
+    ],
+)
+def test_files_that_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("topo.json").write_bytes(cluster.write(TWO))
+    result = CliRunner().invoke(app, ["topo", *arguments])
+    assert isinstance(result.exception, ArgumentError) and told in str(result.exception)
+
+
 def test_text() -> None:
     text = "\n".join(lines(TWO))
     assert text.startswith("4 ranks on 2 hosts; islands: cuda x 2, ro<m x 2\n\nhost node7\n")
     assert "  rank 0  island cuda  cuda  0000:65:00.0  uses mlx5_1\n  rank 1  island cuda  host\n" in text
     assert "  eth1  10.1.0.7/24  200 Gbit/s  mlx5_1  0000:61:00.0  NUMA node 1\n" in text
     assert "  PCIe    eth0               eth1\n  rank 0  another NUMA node  the same switch\n" in text
-    assert "  node7 to node8: 19 GB/s\n    10.0.0.7 to 10.0.0.8  rdma  20 GB/s alone  19 GB/s with the others\n" in text
+    assert "  node7 to node8: 19 GB/s\n    10.0.0.7 to 10.0.0.8  rdma  20 GB/s alone  19 GB/s with all\n" in text
     assert next(lines(Cluster([], rehearsal=True))).endswith("; a rehearsal")
 
 
@@ -70,7 +86,7 @@ def test_drawing() -> None:
     texts = [element.text for element in root.iter(f"{SVG}text")]
     for told in ("host node7", "rank 3", "island ro<m", "cuda 0000:65:00.0", "eth1: the same switch", "eth0 mlx5_0"):
         assert told in texts
-    assert texts[-1] == "node8 to node7: 192.168.0.8 to 192.168.0.7 (tcp) 12.3 MB/s alone, 1 MB/s with the others"
+    assert texts[-1] == "node8 to node7: 192.168.0.8 to 192.168.0.7 (tcp) 12.3 MB/s alone, 1 MB/s with all"
     assert len(list(root.iter(f"{SVG}path"))) == 3  # both directions of a connection are one curve
     thick = [line for line in root.iter(f"{SVG}line") if line.get("stroke-width") == "2"]
     assert [line[0].text for line in thick] == ["rank 0 to eth1: the same switch", "rank 2 to eth1: the same switch"]

@@ -68,7 +68,7 @@ class _Direction:
                 groups.setdefault((rail.local, rail.remote, rail.scheme), []).append(ends)
         found = []
         for key, group in groups.items():
-            alone = self._speeds(group, _ALONE_NBYTES, seconds)
+            alone = self._speeds(group, _ALONE_NBYTES, seconds) if len(groups) > 1 else together
             speed, share = (sum(speeds.get(ends, 0.0) for ends in group) for speeds in (alone, together))
             found.append(Rail(source, target, *key, speed, share))
         self._restrict(())

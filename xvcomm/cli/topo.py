@@ -34,18 +34,27 @@ def topo(
     for line in lines(found):
         typer.echo(line)
     if out is not None:
-        out.write_bytes(cluster.write(found))
+        _write(out, cluster.write(found))
     if svg is not None:
         from xvcomm.cli.drawing import draw
 
-        svg.write_text(draw(found))
+        _write(svg, draw(found).encode())
 
 
 def _read(file: Path) -> Cluster:
     try:
         return cluster.read(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ArgumentError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise ArgumentError(f"{file} is no topology file, as xvcomm topo --out writes it: {error}") from error
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise ArgumentError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _ask(seconds: float) -> Cluster | None:
@@ -118,7 +127,7 @@ def speeds(rail: Rail) -> tuple[str, str]:
     """The two speeds of a rail, for users; the second is empty in older files."""
     if rail.share is None:
         return speed_text(rail.speed), ""
-    return f"{speed_text(rail.speed)} alone", f"{speed_text(rail.share)} with the others"
+    return f"{speed_text(rail.speed)} alone", f"{speed_text(rail.share)} with all"
 
 
 def speed_text(speed: float) -> str:

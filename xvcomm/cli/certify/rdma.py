@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from rich.table import Table
 import xvcomm
 from xvcomm.cli.certify import contract
 from xvcomm.cli.certify.job import Job
+from xvcomm.cli.facts import host_name
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
 from xvcomm.errors import ResourceError
@@ -74,6 +74,13 @@ class Direction:
         """Whether all messages were right, and most of their bytes went over RDMA."""
         return bool(self.rails) and self.compared > 0 and not self.wrong and self.by_rdma > 0.5
 
+    @property
+    def told(self) -> str:
+        """What came of it, in words."""
+        part, rails = f"{100 * self.by_rdma:.0f} % by RDMA", f", no rail of RDMA within {_MEET_SECONDS:.0f} s"
+        told = f"{self.source} to {self.target}: {self.wrong} of {self.compared} messages wrong, {part}"
+        return told if self.rails else told + rails
+
 
 @dataclass
 class Report:
@@ -89,16 +96,24 @@ class Report:
         """Whether every direction has."""
         return bool(self.directions) and all(direction.passed for direction in self.directions)
 
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return contract.PROVEN if self.passed else contract.WRONG if self.directions else contract.NOT_ALL
+
 
 def certify_rdma(out: Path | None, seconds: float) -> int:
-    """Certify RDMA alone, with arrays in host memory; rank 0 prints the report. The exit code of this rank is 1 if in some
-    direction bytes were wrong, or did not go over RDMA.
+    """Certify RDMA alone, with arrays in host memory; rank 0 prints the report.
+
+    Returns:
+        The exit code, on all ranks: WRONG if in some direction bytes were wrong, or did not go over RDMA.
     """
     with xvcomm.init(device="host") as comm:
         report = RdmaTrial(comm, seconds).run()
+        code: int = comm.broadcast_object(None if report is None else report.code, 0)
     if report is not None:
         _write(report, out)
-    return 0 if report is None or report.passed else 1
+    return code
 
 
 class RdmaTrial:
@@ -110,7 +125,7 @@ class RdmaTrial:
     def run(self) -> Report | None:
         """The report; None but on rank 0."""
         comm = self._comm
-        places = comm.all_gather_object((comm.topology.hosts[comm.rank], socket.gethostname()))
+        places = comm.all_gather_object((comm.topology.hosts[comm.rank], host_name(Config.from_env(os.environ))))
         first: dict[str, int] = {}
         for rank, (host, _) in enumerate(places):
             first.setdefault(host, rank)
@@ -298,7 +313,10 @@ def _table(report: Report) -> contract.Table:
 
 def _show(report: Report, console: Console) -> None:
     if not report.directions:
-        console.print("All ranks are on one host: there is nothing to certify.")
+        console.print(
+            "All ranks are on one host: there is nothing to certify. Start it as the ranks of a job on several hosts.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
         return
     made = _table(report)
     table = Table(*made.columns, title=made.title)
@@ -306,11 +324,11 @@ def _show(report: Report, console: Console) -> None:
         table.add_row(*row)
     console.print(table)
     for found in report.directions:
-        if found.trouble:
-            console.print(f"{found.source} to {found.target}: {found.trouble}", highlight=False, markup=False)
-    console.print(
-        f"{'Passed' if report.passed else 'FAILED'}. Rings in GPU memory that a network card reaches are not built."
-    )
+        told = [] if found.passed else [found.told]
+        told += [f"{found.source} to {found.target}: {found.trouble}"] if found.trouble else []
+        for line in told:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print("Passed." if report.passed else f"FAILED. Remedy: {_REMEDY}", highlight=False, soft_wrap=True)
 
 
 def _run(comm: Communicator, control: Control, job: Job, result: contract.Result) -> None:
@@ -321,12 +339,11 @@ def _run(comm: Communicator, control: Control, job: Job, result: contract.Result
     result.tables.append(_table(report))
     result.done = result.planned = len(report.directions)
     for found in report.directions:
-        way = f"{found.source} to {found.target}"
         if not found.passed:
-            what = f"{way}: {found.wrong} of {found.compared} messages wrong, {100 * found.by_rdma:.0f} % by RDMA"
-            result.findings.append(contract.Finding(what, _REMEDY))
+            result.findings.append(contract.Finding(found.told, _REMEDY))
         if found.trouble:
-            result.findings.append(contract.Finding(f"{way}: {found.trouble}", _REMEDY, wrong=False))
+            what = f"{found.source} to {found.target}: {found.trouble}"
+            result.findings.append(contract.Finding(what, _REMEDY, wrong=False))
 
 
 def _needs(job: Job) -> str:
