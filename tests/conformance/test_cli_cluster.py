@@ -25,10 +25,11 @@ def cluster(
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
 
-def test_no_differences() -> None:
-    done = cluster(2)
+@pytest.mark.parametrize(("ranks", "told"), [(1, "1 rank"), (2, "2 ranks")])
+def test_no_differences(ranks: int, told: str) -> None:
+    done = cluster(ranks)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "2 ranks on 1 host: no differences.\n"
+    assert done.stdout == f"{told} on 1 host: no differences.\n"
 
 
 def test_differences_of_settings_and_limits() -> None:

@@ -184,7 +184,7 @@ def _few(names: Sequence[str], kind: str) -> str:
 
 def _show(told: Sequence[Difference], reports: Sequence[RankReport], console: Console) -> None:
     hosts = len({report.host for report in reports})
-    title = f"{len(reports)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    title = f"{len(reports)} rank{'s' if len(reports) > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}"
     if not told:
         console.print(f"[green]{title}: no differences.[/]", highlight=False)
         return
