@@ -18,7 +18,7 @@ FIELDS = {"machine", "cores", "date", "versions", "islands", "rehearsal", "time"
 
 def bench(*args):
     command = [sys.executable, "-m", "xvcomm", "bench", "--iters", "2", "--warmup", "1", "--patience", "0", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=250)
 
 
 def rows(text):

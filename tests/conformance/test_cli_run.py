@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ENV, finish, start
+from launching import ENDED, ENV, PID, finish, start
 
 
 def wait_for(condition, what):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.02)
@@ -28,12 +28,8 @@ def alive(pid):
 
 
 def read_pids(folder, count):
-    wait_for(lambda: len(list(folder.glob("pid.*"))) == count, "ranks did not start")
-    time.sleep(0.1)
+    wait_for(lambda: len([file for file in folder.glob("pid.*") if file.read_text()]) == count, "ranks did not start")
     return [int(path.read_text()) for path in folder.glob("pid.*")]
-
-
-PID = "open(f'{sys.argv[1]}/pid.{rank}', 'w').write(str(os.getpid()))\n"
 
 
 def test_each_rank_gets_its_environment(script):
@@ -104,7 +100,7 @@ def test_colours_on_a_terminal_only(script):
     except OSError:  # the other side is closed
         pass
     os.close(master)
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     assert b"\x1b[" in seen and b"hello" in seen
     assert "\x1b" not in finish("-n", "1", path)[1]
 
@@ -128,15 +124,15 @@ def test_a_program_that_cannot_be_started_fails_immediately():
         assert words in err and "Traceback" not in err
 
 
-def test_the_exit_code_and_the_error_of_the_first_failure_come_last(script):
+def test_the_exit_code_and_the_error_of_the_first_failure_come_last(script, tmp_path):
     text = """
+await_ranks(0, 1, 2, ended=False)
 if rank == 1:
-    time.sleep(0.3)
     raise ValueError('the cause')
-time.sleep(0.6)
+await_ranks(1)
 raise RuntimeError('a consequence')
 """
-    code, _, err = finish("-n", "3", script(text))
+    code, _, err = finish("-n", "3", script(ENDED + text), str(tmp_path))
     assert code == 1
     assert "rank 1 ended with exit code 1; the others have" in err
     last = err.rpartition("its last lines:")[2]
@@ -144,25 +140,25 @@ raise RuntimeError('a consequence')
     assert err.count("a consequence'") == 2  # the others had time to say what they met
 
 
-def test_a_rank_that_only_lost_a_peer_is_not_named_as_the_cause(script):
+def test_a_rank_that_only_lost_a_peer_is_not_named_as_the_cause(script, tmp_path):
     text = """
 if rank == 0:
-    time.sleep(0.6)
+    await_ranks(1)
     sys.exit('the cause')
-time.sleep(0.2)
+await_ranks(0, ended=False)
 sys.stderr.write('xvcomm.errors.PeerLost: rank 0 left\\n')
 sys.exit(4)
 """
-    code, _, err = finish("-n", "2", script(text))
+    code, _, err = finish("-n", "2", script(ENDED + text), str(tmp_path))
     assert code == 1
     assert "failed because rank 0 ended with exit code 1" in err
     assert err.rstrip().endswith("the cause")
 
 
 def test_a_killed_rank_gives_128_plus_signal_and_ends_the_others(script, tmp_path):
-    text = PID + "if rank == 1: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(300)"
+    text = "await_ranks(0, 1, 2, ended=False)\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(300)"
     begin = time.monotonic()
-    code, _, err = finish("-n", "3", script(text), str(tmp_path))
+    code, _, err = finish("-n", "3", script(ENDED + text), str(tmp_path))
     assert code == 128 + signal.SIGKILL
     assert "failed because rank 1 was killed by SIGKILL" in err
     assert time.monotonic() - begin < 100
@@ -263,7 +259,7 @@ def test_a_closed_pipe_ends_the_job(script, tmp_path):
     process = start("-n", "1", script(PID + "while True: print('x' * 1000)"), str(tmp_path))
     pids = read_pids(tmp_path, 1)
     process.stdout.close()
-    assert process.wait(20) == 128 + signal.SIGPIPE
+    assert process.wait(120) == 128 + signal.SIGPIPE
     assert not any(alive(pid) for pid in pids)
     process.stderr.close()
 
@@ -273,7 +269,7 @@ def test_ctrl_c_works_while_the_output_is_not_read(script, tmp_path):
     pids = read_pids(tmp_path, 1)
     time.sleep(0.5)  # by now every pipe is full
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
+    assert process.wait(120) == 130
     assert not any(alive(pid) for pid in pids)
     process.communicate()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from launching import ENDED
 
 from xvcomm.testing.signals import await_that
 
@@ -47,7 +48,7 @@ def node(port, tmp_path):
 
 def ends(*launchers):
     """Exit codes, and what was written to stderr."""
-    errors = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    errors = [launcher.communicate(timeout=200)[1] for launcher in launchers]
     return [launcher.returncode for launcher in launchers], errors
 
 
@@ -69,7 +70,7 @@ def test_ranks_are_numbered_by_node(node):
     text = "import json; print(json.dumps(dict(os.environ)))"
     islands = ("--islands", "x:1,y:1,z:1", "--no-prefix")
     launchers = [node(0, text, "-n", "1", *islands), node(1, text, "--nproc-per-node", "2", *islands)]
-    outputs = [launcher.communicate(timeout=60) for launcher in launchers]
+    outputs = [launcher.communicate(timeout=200) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     envs = [sorted(map(json.loads, out.splitlines()), key=lambda env: env["RANK"]) for out, _ in outputs]
     first, second, third = [*envs[0], *envs[1]]
@@ -85,8 +86,9 @@ def test_ranks_are_numbered_by_node(node):
 
 def test_a_dead_rank_ends_the_ranks_of_all_nodes(node, tmp_path):
     """Both launchers name it, although a rank of the other node that met the consequence ended first."""
-    text = SEEN + (
-        "if rank == 0: time.sleep(0.5); print('the cause', file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    text = ENDED + (
+        "await_ranks(0, 1, 2, ended=False)\n"
+        "if rank == 0: await_ranks(1); print('the cause', file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
         "if rank == 1: sys.stderr.write('xvcomm.errors.PeerLost: rank 0 was lost\\n'); sys.exit(4)\n"
         "time.sleep(60)"
     )
@@ -172,6 +174,6 @@ def test_nodes_that_disagree(node, second, words):
 def test_wrong_options(options, words):
     env = {name: value for name, value in ENV.items() if name != "XVCOMM_SECRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "xvcomm", "run", *options, "true"], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "xvcomm", "run", *options, "true"], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ import textwrap
 import time
 
 import pytest
-from launching import ENV, finish
+from launching import ENDED, ENV, finish
 
 GO_ON = """
 import numpy, xvcomm
@@ -32,9 +32,10 @@ def test_others_go_on(script):
     assert "rank 1 was killed by SIGKILL" in err and "the others go on" in err
 
 
-def test_none_goes_on(script):
+def test_none_goes_on(script, tmp_path):
     """With --survive the command fails if all ranks do, with the first one's exit code."""
-    code, _, err = finish("-n", "2", "--survive", script("time.sleep(rank); sys.exit(3 + rank)"))
+    program = script(ENDED + "if rank == 1:\n    await_ranks(0)\nsys.exit(3 + rank)")
+    code, _, err = finish("-n", "2", "--survive", program, str(tmp_path))
     assert code == 3 and "failed because rank 0 ended with exit code 3" in err
 
 
@@ -74,14 +75,26 @@ def test_a_killed_rank_comes_back(script):
     assert "rank 1 was killed by SIGKILL; the others go on, and it is started again" in err
 
 
-def test_restarts_end(script):
+def test_restarts_end(script, tmp_path):
     """A rank that fails each time is started again so often as was said, and none when all others have ended."""
-    program = script("print(rank, flush=True)\nif rank == 0:\n    time.sleep(3)\nelse:\n    sys.exit(3)")
-    code, out, err = finish("-n", "2", "--no-prefix", "--survive", "--max-restarts", "2", program)
+    text = """
+        print(rank, flush=True)
+        begun = f"{sys.argv[1]}/begun"
+        if rank == 1:
+            open(begun, "a").write("1")
+            sys.exit(3)
+        while not os.path.exists(begun) or len(open(begun).read()) < 3:
+            time.sleep(0.02)
+        await_ranks(1)
+    """
+    options = "-n", "2", "--no-prefix", "--survive", "--max-restarts", "2"
+    code, out, err = finish(*options, script(ENDED + textwrap.dedent(text)), str(tmp_path))
     assert code == 0 and sorted(out.split()) == ["0", "1", "1", "1"]
     assert err.count("it is started again") == 2 and err.count("the others go on") == 3
-    program = script("print(rank, flush=True)\nif rank == 1:\n    time.sleep(1)\n    sys.exit(3)")
-    code, out, err = finish("-n", "2", "--no-prefix", "--survive", "--max-restarts", "2", program)
+    for file in tmp_path.glob("pid.*"):
+        file.unlink()
+    program = script(ENDED + "print(rank, flush=True)\nif rank == 1:\n    await_ranks(0)\n    sys.exit(3)")
+    code, out, err = finish(*options, program, str(tmp_path))
     assert code == 0 and sorted(out.split()) == ["0", "1"] and "started again" not in err
 
 
@@ -106,11 +119,20 @@ def test_the_first_failure_is_reported(script):
     assert err.count("it is started again") == 1 and "no rank is left for those to join" in err
 
 
-def test_a_restarted_rank_ends_with_the_others(script):
+def test_a_restarted_rank_ends_with_the_others(script, tmp_path):
     """Those that it was to join end before it has joined them."""
-    program = script(AGAIN + "if again:\n    time.sleep(300)\nif rank == 1:\n    sys.exit(3)\ntime.sleep(2)")
+    text = """
+        if again:
+            open(f"{sys.argv[1]}/again", "w").close()
+            time.sleep(300)
+        if rank == 1:
+            sys.exit(3)
+        while not os.path.exists(f"{sys.argv[1]}/again"):
+            time.sleep(0.02)
+    """
+    program = script(AGAIN + textwrap.dedent(text))
     begun = time.monotonic()
-    code, _, err = finish("-n", "2", *RESTARTS, program)
+    code, _, err = finish("-n", "2", *RESTARTS, program, str(tmp_path))
     assert code == 0 and time.monotonic() - begun < 100
     assert "it is started again" in err and "no rank is left for those to join" in err
 
