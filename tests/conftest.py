@@ -187,13 +187,18 @@ def _left(new: Callable[[], Belongings]) -> Belongings:
     if left:
         gc.collect()
         multiprocessing.active_children()  # joins those that ended
-        left = new()
+        left = _unmapped(new())
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = new()
-    if left.shm:
-        left = Belongings(left.shm - _mapped(), left.processes, left.sockets)
+        left = _unmapped(new())
     return left
+
+
+def _unmapped(left: Belongings) -> Belongings:
+    """Without the files that ranks of a fixture map, where no process is left that could be the one that maps them."""
+    if not left.shm or left.processes:
+        return left
+    return Belongings(left.shm - _mapped(), left.processes, left.sockets)
 
 
 def _fail_on(left: Belongings, who: str) -> None:

@@ -62,3 +62,35 @@ def test_leak_is_found(inner: Path, case: str) -> None:
 def test_leaked_process_is_ended(inner: Path) -> None:
     command_line = Path("/proc") / (inner / "orphan").read_text().strip() / "cmdline"
     assert not command_line.exists() or b"602" not in command_line.read_bytes()
+
+
+MAPPED = """
+import os, subprocess, sys
+from pathlib import Path
+import pytest
+
+FILE = Path("/dev/shm", "xvcomm-" + os.environ["XVCOMM_JOB"] + "-mapped")
+KEEPER = "import mmap, sys; sys.stdin.read(1); f = open(sys.argv[1], 'xb+'); f.truncate(8); m = mmap.mmap(f.fileno(), 8);"
+
+@pytest.fixture(scope="module")
+def keeper():
+    command = [sys.executable, "-c", KEEPER + "print('mapped', flush=True); sys.stdin.read()", str(FILE)]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+    FILE.unlink()
+
+def test_mapped(keeper):
+    keeper.stdin.write("x")
+    keeper.stdin.flush()
+    assert keeper.stdout.readline() == "mapped\\n"
+"""
+
+
+def test_what_ranks_of_a_fixture_map_is_not_waited_for(root: Path, tmp_path: Path) -> None:
+    """The check ends at once, however long it waits for what is left behind."""
+    check = (root / "tests" / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(check.replace("GRACE_SECONDS = 2.0", "GRACE_SECONDS = 1000.0"))
+    (tmp_path / "test_mapped.py").write_text(MAPPED)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout
