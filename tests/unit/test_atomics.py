@@ -44,6 +44,8 @@ def _wait(word, abort):
 with compiling():
     wait = kernel("int64(int64, int64)")(_wait)
 words = np.zeros(2, np.int64)
+print("ready", flush=True)
+sys.stdin.readline()
 os.sched_setaffinity(0, {int(sys.argv[1])})
 began = time.monotonic()
 assert wait(words.ctypes.data, words.ctypes.data + 8) == PENDING
@@ -54,15 +56,20 @@ print(time.monotonic() - began)
 def test_waiting_returns_on_a_busy_core() -> None:
     """A yield takes milliseconds there: 400 that counted as no time held up deadlines for seconds."""
     core = min(os.sched_getaffinity(0))
-    begin = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE) for _ in range(4)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    waiting = subprocess.Popen([sys.executable, "-c", WAITING, str(core)], text=True, **pipes)
+    started = [waiting]
     try:
+        assert waiting.stdout is not None and waiting.stdout.readline() == "ready\n"
+        begin = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+        busy = [subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+        started += busy
         for process in busy:
             assert process.stdout is not None and process.stdout.readline()
-        done = subprocess.run([sys.executable, "-c", WAITING, str(core)], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        assert float(done.stdout) < 1
+        printed, told = waiting.communicate("\n", timeout=100)
+        assert waiting.returncode == 0, told
+        assert float(printed) < 1
     finally:
-        for process in busy:
+        for process in started:
             process.kill()
             process.communicate()
