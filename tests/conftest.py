@@ -41,6 +41,8 @@ MARK = "LEAK_CHECK_OF"
 # Jobs of this run have it in the names of their files, but those that tests start without any XVCOMM_ variable.
 OURS = f"test{os.getpid()}"
 os.environ["XVCOMM_JOB"] = OURS
+# Threads of torch and numpy that share cores with other tests mostly spin until the others have come.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _mount_own_shm() -> bool:

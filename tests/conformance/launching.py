@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 RUN = [sys.executable, "-m", "xvcomm", "run"]
-ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+ENV = {k: v for k, v in os.environ.items() if not k.startswith(("XVCOMM_", "OMP_NUM_THREADS"))}
 
 PID = "open(f'{sys.argv[1]}/pid.{rank}', 'w').write(str(os.getpid()))\n"
 """First line of a program that tells its process ID in the folder that is its argument."""
