@@ -5,14 +5,12 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# Test processes at the same time: ranks often wait, so that four end sooner than three, also on two cores. The tests of
-# faults, which look at the clock, and those that leave something behind on purpose run afterwards: they mostly wait, so
-# that these four leave the cores time. Each file or folder of tests/conftest.py runs in one process, the slowest first.
+# Test processes at the same time: ranks often wait, so that four end sooner than three, also on two cores. Each file or
+# folder of tests/conftest.py runs in one process, the slowest first, and those that mostly wait in turn with the others.
 JOBS   ?= 4
 RXE    ?=  # options of the two hosts with RDMA NICs
 TESTS  ?=  # options of pytest for the tests on clusters
 WHAT   ?=  # what is installed for these: slurm, images, ray, mpich, accelerate; else all of it
-LAST   := $(wildcard tests/faults/test_faults_*.py) tests/house/test_house_leaks.py
 SPLIT  := --dist loadfile --no-loadscope-reorder
 
 # Whose GPUs: an extra of pyproject.toml, cuda, cuda12 or rocm, or several with commas between.
@@ -63,10 +61,8 @@ demo: $(READY)   ## train a small language model over two islands on this machin
 demo-hosts: $(READY)   ## train over two hosts, network namespaces of this machine, while a link is cut; needs root
 	$(PY) examples/hosts_demo.py
 
-# Both parts run, and it fails if either does.
 test: $(READY)   ## every test that is not slow
-	status=0; $(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(addprefix --ignore=,$(LAST)) || status=1; \
-	$(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT) $(LAST) || status=1; exit $$status
+	$(PY) -m pytest -m "not slow" -n $(JOBS) $(SPLIT)
 
 test-slow: $(READY)   ## the slow tests too: hundreds of simulated ranks, long runs
 	$(PY) -m pytest

@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ SLOWEST = (
 """What begins first, so that none of it is left to one process at the end: by CPU time, see CONTRIBUTING.md."""
 
 
+WAITING = "tests/faults/"
+"""Whose tests mostly wait: one of these portions after each other one, so that the cores have time for both."""
+
 SPREAD = "tests/faults/test_faults_campaign.py"
 """A long file whose tests share nothing."""
 
@@ -140,9 +144,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the slowest portions begin first; all others keep their order."""
-    places = {name: place for place, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: places.get(_portion(item.nodeid), len(places)))
+    """Let the slowest portions begin first, and those that mostly wait in turn with the others."""
+    slowest = {name: place for place, name in enumerate(SLOWEST)}
+    portions = sorted({_portion(item.nodeid): None for item in items}, key=lambda name: slowest.get(name, len(slowest)))
+    waiting = [name for name in portions if name.startswith(WAITING)]
+    waiting.sort(key=lambda name: name.startswith(SPREAD))  # last: parts of a few seconds end together
+    in_turn = zip_longest([name for name in portions if not name.startswith(WAITING)], waiting)
+    places = {name: place for place, name in enumerate(chain.from_iterable(in_turn))}
+    items.sort(key=lambda item: places[_portion(item.nodeid)])
 
 
 @pytest.fixture(scope="session")
