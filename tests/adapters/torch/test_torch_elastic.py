@@ -42,10 +42,11 @@ typer.run(torch_elastic.main)
 """
 
 
-def run(folder: Path, script: Path, restarts: int, *options: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: Path, restarts: int, *options: str, ranks: int = 3) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", str(restarts)]
-    arguments = [*options, "--monitor-interval", "0.05", str(script), "--steps", str(STEPS), "--snapshots", str(folder)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [*launcher, "--max-restarts", str(restarts), *options, "--monitor-interval", "0.05", str(script)]
+    arguments = ["--steps", str(STEPS), "--snapshots", str(folder)]
     return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=200)
 
 
@@ -73,6 +74,6 @@ def test_killed_ranks_lose_no_step(tmp_path: Path) -> None:
 
 def test_a_job_without_a_name(tmp_path: Path) -> None:
     """Its snapshots could be those of another one."""
-    done = run(tmp_path, EXAMPLE, 0, *RENDEZVOUS)
+    done = run(tmp_path, EXAMPLE, 0, *RENDEZVOUS, ranks=1)
     assert done.returncode != 0 and "the job has no name" in done.stderr
     assert list(tmp_path.iterdir()) == []
