@@ -90,13 +90,13 @@ TOGETHER = ("tests/adapters/jax", "tests/adapters/torch")
 """Folders whose files share ranks: one process runs them all, so that these ranks start once."""
 
 SLOWEST = (
-    "tests/adapters/torch", "tests/adapters/jax", "tests/conformance/test_rocm.py", "xvcomm/testing/test_collectives.py",
-    "tests/conformance/test_train.py", "tests/conformance/test_certify.py",
-    "tests/adapters/torch_suite/test_torch_suite.py", "tests/hosts/test_hosts_faults.py",
-    "tests/conformance/test_pages.py", "tests/conformance/test_cli_bench.py", "tests/hosts/test_hosts_starts.py",
-    "tests/conformance/test_benchmark_paper.py", "tests/conformance/test_rounding.py", "xvcomm/testing/test_adapter.py",
-    "tests/hosts/test_hosts_networks.py", "tests/unit/test_schedule_collectives.py",
-    "xvcomm/testing/test_pointtopoint.py", "tests/conformance/test_benchmark_gpu.py",
+    "tests/adapters/torch", "tests/adapters/jax", "tests/conformance/test_rocm.py", "tests/conformance/test_certify.py",
+    "xvcomm/testing/test_collectives.py", "tests/adapters/torch_suite/test_torch_suite.py",
+    "tests/hosts/test_hosts_faults.py", "tests/conformance/test_train.py", "tests/hosts/test_hosts_starts.py",
+    "tests/conformance/test_pages.py", "tests/conformance/test_benchmark_paper.py", "tests/hosts/test_hosts_networks.py",
+    "tests/conformance/test_cli_bench.py", "xvcomm/testing/test_adapter.py", "xvcomm/testing/test_pointtopoint.py",
+    "tests/conformance/test_rounding.py", "tests/conformance/test_benchmark_gpu.py",
+    "tests/unit/test_schedule_collectives.py",
 )  # fmt: skip
 """What begins first, so that none of it is left to one process at the end: by CPU time, see CONTRIBUTING.md."""
 
