@@ -62,7 +62,7 @@ class Batch:
         itemsize: int = 1, combine: int = 0, remote_first: bool = False, apart: int = 0,
         lane: int = 0, gates: tuple[int, ...] = NO_GATES,
     ) -> None:  # fmt: skip
-        """Append a transfer; it takes the ring end's next sequence number.
+        """Append a transfer; it takes the ring end's next sequence number, see `_number`.
 
         Args:
             apart: bytes from the array to the own elements that are reduced with those that come.
@@ -96,7 +96,7 @@ class Batch:
         op, dtype, nbytes, tag, detail = message
         _ROW.pack_into(
             self._memory, index * ROW.itemsize,
-            kind, end.address, data, next_number(end.counter), op, dtype, nbytes, tag, detail, NEW, rest,
+            kind, end.address, data, self._number(end), op, dtype, nbytes, tag, detail, NEW, rest,
         )  # fmt: skip
 
     def drive(self, wake: int = 0, seen: int = 0, budget: int = BUDGET) -> int:
@@ -166,6 +166,10 @@ class Batch:
             self.ends[i].give_up()
         self._rows[: len(indices)] = self._rows[list(indices)]
         self.ends = [self.ends[i] for i in indices]
+
+    def _number(self, end: RingEnd) -> int:
+        """The sequence number of a new transfer."""
+        return next_number(end.counter)
 
     def _clear(self) -> None:
         self.generation += 1

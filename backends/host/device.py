@@ -13,8 +13,10 @@ import numpy as np
 from xvcomm.abc.device import Allocation, Device, DeviceCapabilities, Stream
 from xvcomm.abc.message_mover import SupportsMessageMovers
 from xvcomm.abc.partial_sums import SupportsConversion
+from xvcomm.abc.recording import Recording, SupportsRecording
 from xvcomm.backends.host.batch import NO_GATES, Batch
 from xvcomm.backends.host.engine import Engine
+from xvcomm.backends.host.exchange import Exchange
 from xvcomm.backends.host.kernels import scale
 from xvcomm.backends.host.message_mover import HostMessageMover
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
@@ -100,7 +102,7 @@ class HostStream(Stream):
         self.batch.discard()
 
 
-class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
+class HostDevice(Device, SupportsMessageMovers, SupportsConversion, SupportsRecording):
     """The memory of this process."""
 
     def __init__(self, config: Config) -> None:
@@ -150,6 +152,10 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion):
 
     def message_mover(self, end: RingEnd, op: int, recorder: int, communicator: int, stop: int) -> HostMessageMover:
         return HostMessageMover(end, op, recorder, communicator, stop, self._spins, self._process_memory)
+
+    def recording(self, streams: int) -> Recording:
+        exchange = Exchange(self._spins, self._process_memory)
+        return Recording([HostStream(exchange, lane, self._engine) for lane in range(streams)], exchange.prepared)
 
     def reduce(
         self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0

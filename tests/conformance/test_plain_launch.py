@@ -19,6 +19,7 @@ from xvcomm.testing.cases import SMALL_GPU_RINGS
 JOBS: dict[str, dict[str, Any]] = {
     "host, one island": {"islands": "a:2"},
     "host, two islands": {"islands": "a:2,b:1"},
+    "host, two hosts": {"islands": "a,b", "hosts": "x,y"},
     "rocm, one island": {"devices": "rocm:2"},
     "rocm, two islands": {"devices": "rocm:2", "islands": "a,b"},
     "rocm and host": {"devices": "rocm:1,host:1"},

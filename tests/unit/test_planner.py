@@ -14,11 +14,11 @@ from xvcomm.engine.planner import Planner
 from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
 from xvcomm.schedule.steps import Collective, Exchange, GetReduce, Native, NativeOp, Request
-from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_PARTS_BYTES, tune
+from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_ARRAYS_BYTES, WIRE_PARTS_BYTES, tune
 from xvcomm.types.topology import Topology
 
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
-AT_ONCE = at_once(CONFIG)
+AT_ONCE = at_once(CONFIG, gpus=True)
 TOPOLOGY = Topology.from_labels("aabb")
 
 
@@ -99,21 +99,47 @@ def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> No
     ]
     assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 4
     for config, most in ((tight, 96 << 10), (roomy, ARRAYS_BYTES)):
-        assert min(at_once(config), ARRAYS_BYTES) == most
+        assert min(at_once(config, gpus=True), ARRAYS_BYTES) == most
         request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)
         assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 4
 
 
-@pytest.mark.parametrize(("hosts", "least"), [(1, PARTS_BYTES), (2, WIRE_PARTS_BYTES)])
-def test_large_arrays_in_host_memory_are_added_by_halves(hosts: int, least: int) -> None:
+@pytest.mark.parametrize(
+    ("islands", "hosts", "least"),
+    [("ab", "xx", PARTS_BYTES), ("aab", "xxy", WIRE_PARTS_BYTES), ("ab", "xy", WIRE_ARRAYS_BYTES + 4)],
+)
+def test_large_arrays_in_host_memory_are_added_by_halves(islands: str, hosts: str, least: int) -> None:
     """Between two islands: each adds half of the elements, then they exchange the results. GPUs add everything at once."""
-    topology = Topology.from_labels("ab", ["x", "y"] if hosts == 2 else None)
+    topology = Topology.from_labels(islands, hosts)
     added = []
     for nbytes, gpus in ((least - 4, False), (least, False), (least, True)):
-        plan = Planner(topology, 0, CONFIG, gpus=gpus).plan(Request(Collective.ALL_REDUCE, 4, count=nbytes // 4))
+        last = topology.size - 1
+        plan = Planner(topology, last, CONFIG, gpus=gpus).plan(Request(Collective.ALL_REDUCE, 4, count=nbytes // 4))
         reduced = sum(step.dst.count for step in plan.schedule.steps if isinstance(step, GetReduce))
         added.append(reduced * 4 / nbytes)
-    assert added == [1, 0.5, 1]
+    part = 0.5 if topology.size == 2 else 1 / 3
+    assert added == [1, pytest.approx(part, abs=1e-4), 1]
+
+
+def test_arrays_of_two_hosts_are_sent_from_where_they_are() -> None:
+    """The schedule is messages alone, which compiled code can repeat; short arrays cross whole if rings take them at once."""
+    topology, words = Topology.from_labels("ab", "xy"), WIRE_ARRAYS_BYTES // 4
+    _, *steps = Planner(topology, 0, Config()).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
+    assert steps == [
+        f"   0  send    put in[0:{words}] -> rank 1",
+        f"   1  recv    get_reduce rank 1 and in[0:{words}] -> out[0:{words}]  after 0",
+    ]
+    halves = [
+        f"   0  send    put in[{words // 2}:{words}] -> rank 1",
+        f"   1  recv    get_reduce rank 1 and in[0:{words // 2}] -> out[0:{words // 2}]",
+        f"   2  send    put out[0:{words // 2}] -> rank 1  after 1",
+        f"   3  recv    get rank 1 -> out[{words // 2}:{words}]  after 0",
+    ]
+    tight = Config(
+        wire_slots=4, wire_slot_bytes=WIRE_ARRAYS_BYTES // 4
+    )  # a message that fills the ring waits for its receiver
+    _, *steps = Planner(topology, 0, tight).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
+    assert steps == halves
 
 
 @pytest.mark.parametrize(

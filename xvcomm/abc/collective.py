@@ -37,8 +37,9 @@ class PreparedCollective(NamedTuple):
     """An operation of fixed shape for compiled code, which blocks. Calls take turns with all others.
 
     Attributes:
-        function: address of a C function of three words, `argument`, `src` and `dst`, that needs no interpreter lock. It
-            returns READY of `xvcomm.jit.atomics`, or PENDING or STOPPED when `resume` must end the operation.
+        function: address of a C function that needs no interpreter lock, of `argument`, `src`, `dst` and, if it takes a
+            fourth word, the collective's number. It returns READY of `xvcomm.jit.atomics`, or PENDING or STOPPED when `resume`
+            must end the operation.
         argument: its first word.
         resume: goes on with an operation on these addresses; raises as the collective does.
     """

@@ -110,7 +110,7 @@ class HostCollectives(Collectives):
         self._admit(call)
         if self._worker.pending:
             return self._submit(call).result()
-        ready: PreparedCall | None = self._launch_of(call) if self._native_only else None
+        ready: PreparedCall | None = None if self._alone else self._launch_of(call)
         if ready is not None and ready.run(
             *call.addresses, call.call_site or find_call_site(_INSIDE), call.deadline.at
         ):
@@ -125,10 +125,13 @@ class HostCollectives(Collectives):
         return Work(call, future=self._submit(call))
 
     def prepare(self, call: CollectiveRequest) -> PreparedCall | None:
-        native = self._context.joined_native()
-        if native is None or not self._native_only or not self._context.launches.enabled:
+        if not self._context.launches.enabled or self._alone:
             return None
-        found = native.prepare(call.form())
+        if self._native_only:
+            native = self._context.joined_native()
+            found = native.prepare(call.form()) if native is not None else None
+        else:
+            found = self._executor.prepare(self._context.planner.plan(call.request()), call)
         if found is None:
             return None
         self._gate.admit(call.op)

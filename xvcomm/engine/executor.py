@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from xvcomm.abc.collective import CollectiveForm
+from xvcomm.abc.collective import CollectiveForm, PreparedCollective
 from xvcomm.abc.device import Allocation, Event, Queue, Stream
 from xvcomm.abc.launch import EnqueuedCall, EnqueuedReduce, MessageForm, SupportsEnqueuedLocal, SupportsEnqueuedMessages
 from xvcomm.abc.partial_sums import SupportsConversion, SupportsPartialSums
+from xvcomm.abc.recording import INPUT, OUTPUT, SupportsRecording
 from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.log import Ends
 from xvcomm.engine.launch import EnqueuedStep, Place
@@ -66,7 +67,7 @@ class Executor:
         """
         narrow = -(-plan.schedule.scratch * call.dtype.itemsize // _ALIGN) * _ALIGN
         scratch = self._scratch_address(narrow + plan.schedule.wide * FLOAT32.itemsize)
-        self._enqueue(plan, call, operation, scratch, scratch + narrow)
+        self._enqueue(plan, _Run(self._context, plan, self._streams, call, operation, scratch, scratch + narrow))
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -109,15 +110,16 @@ class Executor:
             stream.wait(begin)
             if last is not None:
                 stream.wait(last)
-        ends = self._enqueue(plan, call, operation, scratch)
+        run = _Run(self._context, plan, self._streams, call, operation, scratch)
+        self._enqueue(plan, run)
         for stream in lanes:
             user.wait(stream.record_event())
         if nbytes and captured:
             self._captured.add(self._scratch)  # the graph uses it as often as it runs
         elif nbytes:
             self._last, self._user = cast(Event, user.record_event()), user
-            return self._last, ends
-        return None, ends
+            return self._last, run.ends
+        return None, run.ends
 
     def serial_scratch(self, nbytes: int, queue: Queue, output: int) -> int:
         """Address of scratch memory that only collectives on one stream use, where one step runs after the other.
@@ -153,29 +155,42 @@ class Executor:
         looked = any(step.rings for step in complete) or [type(steps[0]) for steps in runs] == [Native]
         return complete if looked and len(complete) == len(found) else None
 
+    def prepare(self, plan: Plan, call: CollectiveRequest) -> PreparedCollective | None:
+        """A plan for compiled code that blocks; None if it consists of more than messages, or the device cannot."""
+        steps = [s for s in plan.schedule.steps if not (call.src is call.dst and _moves_nothing(s))]
+        messages = all(isinstance(step, Put | Get | GetReduce) for step in steps)
+        if (
+            not isinstance(self._device, SupportsRecording)
+            or not messages
+            or plan.schedule.scratch
+            or plan.schedule.wide
+        ):
+            return None
+        recording = self._device.recording(len(_LANES))
+        streams = dict(zip(_LANES, recording.streams, strict=True))
+        arrays = INPUT, INPUT if call.src is call.dst else OUTPUT
+        self._enqueue(plan, _Run(self._context, plan, streams, call, call.described(0), arrays=arrays))
+        return recording.prepared()
+
     def _fits(self, plan: Plan) -> bool:
         """Whether a plan may run one step after the other: no message may have to wait for the other end."""
         layout = SHORT_LAYOUT if plan.exchange is Exchange.RANKS else self._context.rings.gpu_collective_layout
         return not plan.segment and plan.nbytes <= min(SERIAL_BYTES, layout.at_once(plan.messages))
 
-    def _enqueue(
-        self, plan: Plan, call: CollectiveRequest, operation: Operation, scratch: int, wide: int = 0
-    ) -> dict[RingEnd, int]:
-        """Put all steps on their lanes; gives the ring ends that they use and their sequence numbers behind them."""
-        streams, schedule = self._streams, plan.schedule
-        run = _Run(self._context, plan, streams, call, operation, scratch, wide)
-        for stream in streams.values():
-            stream.deadline = call.deadline
-        awaited = {earlier for step in schedule.steps for earlier in step.after}
+    def _enqueue(self, plan: Plan, run: _Run) -> None:
+        """Put all steps on their lanes."""
+        steps = plan.schedule.steps
+        for stream in run.streams.values():
+            stream.deadline = run.deadline
+        awaited = {earlier for step in steps for earlier in step.after}
         events: dict[int, object] = {}
-        for index, step in enumerate(schedule.steps):
-            stream = streams[step.lane]
+        for index, step in enumerate(steps):
+            stream = run.streams[step.lane]
             for earlier in step.after:
                 stream.wait(events[earlier])
             run.step(step)
             if index in awaited:
                 events[index] = stream.record_event()
-        return run.ends
 
     def _scratch_address(self, nbytes: int) -> int:
         if self._scratch is None or self._scratch.nbytes < nbytes:
@@ -189,22 +204,32 @@ def _moves_nothing(step: Step) -> bool:
 
 
 class _Run:
-    """One run of one plan; `scratch` and `wide` are addresses of memory for `Buf.TMP` and `Buf.WIDE`."""
+    """One run of one plan.
+
+    Args (of the constructor):
+        scratch, wide: addresses of memory for `Buf.TMP` and `Buf.WIDE`.
+        arrays: addresses of input and output; those of `call` if left out.
+
+    Attributes:
+        streams: of each lane.
+        deadline: of the call.
+        ends: the ring ends that its messages use, and their sequence numbers behind them.
+    """
 
     def __init__(
         self, context: Context, plan: Plan, streams: dict[Lane, Stream], call: CollectiveRequest, operation: Operation,
-        scratch: int = 0, wide: int = 0,
+        scratch: int = 0, wide: int = 0, arrays: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self._use = Use.SHORT if plan.exchange is Exchange.RANKS else Use.COLLECTIVE
-        self._context, self._device, self._streams = context, context.device, streams
-        src, dst = call.addresses
+        self._context, self._device, self.streams = context, context.device, streams
+        src, dst = arrays or call.addresses
         self._bases = {Buf.IN: src, Buf.OUT: dst, Buf.TMP: scratch, Buf.WIDE: wide}
-        self._dtype, self._op, self._deadline, self._operation = call.dtype, call.how(), call.deadline, operation
+        self._dtype, self._op, self.deadline, self._operation = call.dtype, call.how(), call.deadline, operation
         self.ends: dict[RingEnd, int] = {}
 
     def step(self, step: Step) -> None:
         """Enqueue one step on its lane."""
-        stream = self._streams[step.lane]
+        stream = self.streams[step.lane]
         match step:
             case Put(peer=peer, src=src):
                 self._device.put(self._end(peer, producer=True), self._at(src), self._message(src), stream)
@@ -248,7 +273,7 @@ class _Run:
             case Put() | Get() | GetReduce():
                 return self._enqueued_messages(steps)
             case Native(src=src, dst=dst) as native:
-                found = self._context.native(self._deadline).enqueued(self._native_form(native))
+                found = self._context.native(self.deadline).enqueued(self._native_form(native))
                 return self._enqueued_call(found, src, dst)
             case step:
                 return (
@@ -312,7 +337,7 @@ class _Run:
 
     def _end(self, peer: int, *, producer: bool) -> RingEnd:
         """The ring end for the next message to or from a peer."""
-        end = self._context.rings.end(peer, self._use, self._deadline, producer=producer)
+        end = self._context.rings.end(peer, self._use, self.deadline, producer=producer)
         self.ends[end] = end.sequence + 1
         return end
 
@@ -330,7 +355,7 @@ class _Run:
         return Message(m.op, dtype, self._nbytes(span), self._operation.sequence, m.detail)
 
     def _native(self, step: Native, stream: Stream) -> None:
-        native, form = self._context.native(self._deadline), self._native_form(step)
+        native, form = self._context.native(self.deadline), self._native_form(step)
         src, dst = self._at(step.src), self._at(step.dst)
         if step.op is NativeOp.REDUCE_SCATTER and self._of(step.dst) is not form.dtype:
             assert isinstance(native, SupportsPartialSums), "only plans for host memory keep partial sums in float32"

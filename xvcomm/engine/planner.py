@@ -64,7 +64,7 @@ class Planner:
         self._topology = topology
         self._rank = rank
         self._gpus = gpus
-        self._at_once = at_once(config) if gpus else None
+        self._at_once = at_once(config, gpus=gpus)
         self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
@@ -93,7 +93,7 @@ class Planner:
         return Plan(request, self._rank, nbytes, segment, tuning.exchange, schedule, together, lanes, most)
 
     def _tuning(self, op: Collective, nbytes: int) -> Tuning:
-        return tune(op, nbytes, self._topology, self._link_bytes, self._at_once)
+        return tune(op, nbytes, self._topology, self._link_bytes, self._at_once, gpus=self._gpus)
 
 
 def _elements(request: Request) -> int:

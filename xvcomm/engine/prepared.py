@@ -1,8 +1,9 @@
 """Collectives on host memory that compiled code runs from beginning to end, without the interpreter and its lock.
 
 They serve shapes that were called before, and callers in compiled code, such as JAX's handlers. `run` numbers the
-collective, writes the flight recorder, posts and compares the contract check, runs the native library's kernel, and watches
-abort words. What it cannot end, `PreparedCall.finish` ends in Python: it waits, checks the deadline, and raises.
+collective, writes the flight recorder, posts and compares the contract check, and runs the native library's kernel, or moves
+the messages between islands. What it cannot end, `PreparedCall.finish` ends in Python: it waits, checks the deadline, and
+raises.
 
 A gate, one word for each communicator, lets either compiled code or Python run a collective. Python opens it to compiled
 code with the first prepared call; before that it costs nothing.
@@ -22,7 +23,7 @@ from xvcomm.engine.context import Context
 from xvcomm.engine.gate import CLOSE_SECONDS, LaunchGate
 from xvcomm.engine.request import CollectiveRequest
 from xvcomm.jit.atomics import READY, STOPPED, as_pointer, compare_and_swap, load_acquire, store_release
-from xvcomm.jit.ccall import call_3
+from xvcomm.jit.ccall import call_5
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -79,7 +80,7 @@ def run(call: int, src: int, dst: int, call_site: int) -> int:
         gate.place, sequence, message.op, message.dtype, message.nbytes, message.tag, message.detail,
         call_site if call_site != 0 else prepared.call_site,
     )  # fmt: skip
-    code = STOPPED if number < 0 else call_3(prepared.function, prepared.argument, src, dst)
+    code = STOPPED if number < 0 else call_5(prepared.function, prepared.argument, src, dst, sequence, 0)
     if code != READY:
         prepared.begun, prepared.record = sequence, number
         return code

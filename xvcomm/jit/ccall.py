@@ -32,7 +32,7 @@ def call_3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """Call a C function with 5 int64 arguments that returns int64."""
+    """Call a C function with up to 5 int64 arguments that returns int64; surplus ones are ignored, see `call_11`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _called(builder, args, _WORD)

@@ -93,6 +93,8 @@ def _island_part(b: Builder, slot: int, start: int, stop: int, two: bool) -> _Pi
     if b.scale_before is not None:
         b.take(source, whole)
         source = whole
+    if b.island.size == 1 and b.adds_two and not two:
+        return _Piece(slot, whole, shares, source, result)
     # With two islands, `partial` is being sent while `result` is written: it needs memory of its own.
     partial = b.scratch(result.count, ("partial", slot)) if two else result
     island_sum(b, source, shares, partial)
@@ -188,10 +190,12 @@ def _divide_sums(b: Builder, piece: _Piece) -> None:
 
 
 def _add_arriving(b: Builder, piece: _Piece, intervals: Sequence[_Interval], own: Sequence[tuple[int, int]]) -> None:
-    """Add the other island's sums, as they arrive, to this rank's in OUT."""
+    """Add the other island's sums, as they arrive, to this rank's; the results are in OUT."""
+    begin, _ = piece.shares.part(b.local)
     for other in b.behind():
         for interval, mine in zip(intervals, own, strict=True):
-            b.get_reduce(interval.holders[other.index], part(piece.whole, *mine))
+            partial = part(piece.partial, mine[0] - begin, mine[1] - begin)
+            b.get_reduce(interval.holders[other.index], part(piece.whole, *mine), partial)
             b.finish(part(piece.whole, *mine))
 
 

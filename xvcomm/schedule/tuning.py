@@ -30,15 +30,21 @@ ARRAYS_BYTES = 256 << 10
 PARTS_BYTES, WIRE_PARTS_BYTES = 4 << 20, 1 << 20
 """From this size on, between two islands of one host or of two, ranks in host memory save more by adding half of the elements
 than the second exchange costs: a tenth to a third."""
+WIRE_ARRAYS_BYTES = 64 << 10
+"""Up to this size, two ranks in host memory of two hosts send each other their arrays, which takes one message each way, and else
+halves. Of 64 KiB that took 26 µs of a core, and by halves 36; of 256 KiB 107, and by halves 75."""
 
 
-def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_once: int | None) -> Tuning:
+def tune(
+    op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_once: int, *, gpus: bool = True
+) -> Tuning:
     """Choose the tuning of a collective; the same on all ranks.
 
     Args:
         link_bytes: bytes of a segment on each link between two equal islands: enough to hide the cost of a call, few enough for
             the stages to overlap. A segment is divided among all ranks, so its size grows with their number.
-        at_once: bytes of a message that an empty ring between islands can buffer whole; None if no rank has a GPU.
+        at_once: bytes of a message that an empty ring between islands can buffer whole; without GPUs, one between hosts.
+        gpus: whether any rank has one.
     """
     if topology.homogeneous or op not in SEGMENTED:
         return Tuning(0)
@@ -46,9 +52,14 @@ def tune(op: Collective, nbytes: int, topology: Topology, link_bytes: int, at_on
     segment = segment if nbytes > segment // 2 else 0
     if op is not Collective.ALL_REDUCE:
         return Tuning(segment)
-    if at_once is None:
+    if not gpus:
+        wired = len(set(topology.hosts)) > 1
+        if wired and len(topology.islands) == topology.size == 2:
+            if nbytes <= min(WIRE_ARRAYS_BYTES, at_once):
+                return Tuning(0, Exchange.ARRAYS)
+            return Tuning(segment, Exchange.PARTS)
         # Processes of one host share its cores: less work counts for more than fewer calls.
-        least = PARTS_BYTES if len(set(topology.hosts)) == 1 else WIRE_PARTS_BYTES
+        least = WIRE_PARTS_BYTES if wired else PARTS_BYTES
         return Tuning(segment, Exchange.SUMS if nbytes < least else Exchange.PARTS)
     few = len(topology.islands) < topology.size <= MOST_RANKS and len(set(topology.hosts)) == 1
     if few and nbytes <= RANKS_BYTES:
