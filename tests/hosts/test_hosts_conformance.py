@@ -160,7 +160,7 @@ def test_rails():
 
 def exchange(comm):
     """A reduction, and messages one way and both ways; what each connection has carried of them, for the other rank."""
-    x, little, other = np.ones(1 << 19), np.ones(3), 1 - comm.rank
+    x, little, other = np.ones(1 << 20), np.ones(3), 1 - comm.rank
     comm.all_reduce(x)
     for _ in range(100):  # more than are remembered
         comm.sendrecv(little, other, little.copy(), other, send_tag=5, recv_tag=5)
@@ -179,7 +179,7 @@ def test_carried():
     """Records have the bytes that went and came, each of them once, as far as they are remembered."""
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "3"}) as ranks:
         first, second = ranks.run(exchange)
-    large = 4 << 20
+    large = 8 << 20
     assert first[0] == second[0] == ("all_reduce", large, large, large)
     assert [r[0] for r in first[-2:]] == ["send", "barrier"] and [r[0] for r in second[-2:]] == ["recv", "barrier"]
     assert first[-2][1:] == (large, large, 0) and second[-2][1:] == (large, 0, large)

@@ -20,7 +20,6 @@ from xvcomm.types.topology import Topology
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
 AT_ONCE = at_once(CONFIG, gpus=True)
 TOPOLOGY = Topology.from_labels("aabb")
-SIZES = 1 << 20, 4 << 20, 64 << 20, 256 << 20
 
 
 def test_equal_requests_get_the_same_plan() -> None:
@@ -141,13 +140,6 @@ def test_arrays_of_two_hosts_are_sent_from_where_they_are() -> None:
     )  # a message that fills the ring waits for its receiver
     _, *steps = Planner(topology, 0, tight).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
     assert steps == halves
-
-
-def test_halves_are_cut_into_segments_that_stay_in_the_caches() -> None:
-    """Those of a short array cross whole, and a very long one has larger segments, as movers look at the messages of all."""
-    topology = Topology.from_labels("ab", "xy")
-    found = {n: tune(Collective.ALL_REDUCE, n, topology, 4 << 20, 1 << 20, gpus=False).segment_bytes for n in SIZES}
-    assert found == {1 << 20: 0, 4 << 20: 256 << 10, 64 << 20: 256 << 10, 256 << 20: 4 << 20}
 
 
 @pytest.mark.parametrize(

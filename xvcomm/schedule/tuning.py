@@ -33,10 +33,6 @@ than the second exchange costs: a tenth to a third."""
 WIRE_ARRAYS_BYTES = 64 << 10
 """Up to this size, two ranks in host memory of two hosts send each other their arrays, which takes one message each way, and else
 halves. Of 64 KiB that took 26 µs of a core, and by halves 36; of 256 KiB 107, and by halves 75."""
-WIRE_SEGMENT_BYTES, WIRE_SEGMENTS = 256 << 10, 256
-"""Of such halves, segments that stay in the caches, from four on, and the most of them, as movers look at the messages of all.
-Of 4 MiB they took 1.2 ms of a core, and segments of 4 MiB 1.8; of 16 MiB 5.4 and 9.5; of 64 MiB 26 and 40; but of 256 MiB, in
-256 segments, 160 and 145."""
 
 
 def tune(
@@ -61,10 +57,7 @@ def tune(
         if wired and len(topology.islands) == topology.size == 2:
             if nbytes <= min(WIRE_ARRAYS_BYTES, at_once):
                 return Tuning(0, Exchange.ARRAYS)
-            short = min(link_bytes, WIRE_SEGMENT_BYTES)
-            if nbytes > WIRE_SEGMENTS * short:
-                return Tuning(segment, Exchange.PARTS)
-            return Tuning(short if nbytes > 4 * short else 0, Exchange.PARTS)
+            return Tuning(segment, Exchange.PARTS)
         # Processes of one host share its cores: less work counts for more than fewer calls.
         least = WIRE_PARTS_BYTES if wired else PARTS_BYTES
         return Tuning(segment, Exchange.SUMS if nbytes < least else Exchange.PARTS)
