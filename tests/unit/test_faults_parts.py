@@ -30,7 +30,7 @@ from xvcomm.memory.ring import Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store import MemoryStore, join_barrier
 from xvcomm.rendezvous.store.guarded import GuardedStore
-from xvcomm.rendezvous.store.join import refuse
+from xvcomm.rendezvous.store.join import ended, refuse
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import State, read_history, region_bytes
@@ -190,6 +190,17 @@ def test_a_guarded_store_that_cannot_be_reached(call: str, dies: bool) -> None:
     }  # fmt: skip
     with pytest.raises(PeerLost if dies else StoreError):
         calls[call]()
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded, StoreError])
+def test_a_store_that_is_slow_or_fails_says_nothing_of_ranks_that_have_ended(error: type[XvcommError]) -> None:
+    """Who waits in it for others is told by its own requests, which are more patient."""
+
+    class Silent(MemoryStore):
+        def get(self, key: str, deadline: Deadline = NEVER) -> bytes:
+            raise error("it does not answer")
+
+    assert ended(Silent()) == []
 
 
 def test_a_rank_that_refuses_ends_the_waiting_of_the_others() -> None:

@@ -138,8 +138,8 @@ def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK)
 
 
 def ended(store: Store) -> list[int]:
-    """The first rank that has ended since it joined, if one has and the store has noticed: its number."""
-    with contextlib.suppress(NotSet):
+    """The first rank that has ended since it joined, if one has and the store says so: its number."""
+    with contextlib.suppress(XvcommError):  # a store that fails, or is slow, is found by who needs it
         return [int(store.get(_ENDED, Deadline.after(0)))]
     return []
 
