@@ -101,6 +101,6 @@ def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
         own = _expected(rail, nbytes, free, proven, now) - _LEAST_NS
         if own > 2 * _expected(other, nbytes, free, proven, now) and own > _expected(other, rest, free, proven, now):
             if not free and now == rail.looked:
-                rail.rate *= 1 + _good_ns(rail) / _GROWTH_NS
+                rail.rate = _rate(rail) * (1 + _good_ns(rail) / _GROWTH_NS)
             return True
     return False
