@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from repeated_calls import begun_by_python
 
-from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost
+from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, MismatchError, PeerLost
 from xvcomm.testing.world import World
 
 LIMIT = 20
-SIZES = [1, 3000, 40_000, 3 << 20]
+SIZES = [1, 3000, 8000, 1 << 18, 3 << 20]
 """Elements: up to one slot of a ring, several, more than a ring holds, and several segments."""
 HOSTS = {"one host": "x,x", "two hosts": "x,y"}
 
@@ -57,6 +57,14 @@ def test_results_are_the_same_on_one_host(pair):
     assert len(pair.run(repeated)) == 2
 
 
+class Interrupted(Exception):
+    """Raised by a signal handler."""
+
+
+def interrupt(*_):
+    raise Interrupted
+
+
 def failing(comm, kind):
     """A failure of a collective that compiled code runs, in a communicator of its own; its error's text."""
     both = comm.split(0)
@@ -73,6 +81,13 @@ def failing(comm, kind):
         elif kind == "deadline":
             with pytest.raises(DeadlineExceeded) as caught:
                 both.all_reduce(np.zeros(10, np.float32), timeout=0.2)
+        elif kind == "interrupt":
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.005)  # while compiled code waits
+            with pytest.raises(Interrupted):
+                both.all_reduce(np.zeros(10, np.float32))
+            with pytest.raises(Aborted) as caught:
+                both.all_reduce(np.zeros(10, np.float32))
         else:
             signal.signal(signal.SIGALRM, lambda *_: both.abort("enough"))
             signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -83,9 +98,22 @@ def failing(comm, kind):
         both.close()
 
 
-@pytest.mark.parametrize("kind", ["mismatch", "deadline", "abort"])
+@pytest.mark.parametrize("kind", ["mismatch", "deadline", "abort", "interrupt"])
 def test_failures_end_a_collective_on_both_ranks(pair, kind):
     texts = pair.run(failing, kind)
     assert all("all_reduce" in text for text in texts)
     if kind == "mismatch":
         assert all("10 x float32" in text and "11 x float32" in text for text in texts)
+
+
+def closed(comm):
+    """A call of a shape that was called once before the communicator was closed."""
+    both = comm.split(0)
+    both.all_reduce(np.zeros(10))
+    both.close()
+    with pytest.raises(ClosedError):
+        both.all_reduce(np.zeros(10))
+
+
+def test_no_call_is_prepared_after_close(pair):
+    pair.run(closed)

@@ -127,6 +127,7 @@ class HostCollectives(Collectives):
     def prepare(self, call: CollectiveRequest) -> PreparedCall | None:
         if not self._context.launches.enabled or self._alone:
             return None
+        self._context.lifecycle.ensure_open(call.op)  # else it opens rings, or waits in a forked child
         if self._native_only:
             native = self._context.joined_native()
             found = native.prepare(call.form()) if native is not None else None

@@ -11,6 +11,7 @@ code with the first prepared call; before that it costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -19,6 +20,7 @@ import numpy as np
 from numba import types
 
 from xvcomm.abc.collective import CollectiveStopped, PreparedCollective
+from xvcomm.abc.device import RingStopped
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import CLOSE_SECONDS, LaunchGate
 from xvcomm.engine.request import CollectiveRequest
@@ -38,6 +40,7 @@ BUSY = 3
 
 _PAUSE_SECONDS = 0.00002
 _FREE, _TAKEN = 0, 1
+_NONE = -1
 _python_list_size = types.ExternalFunction("PyList_Size", types.intp(types.voidptr))
 
 
@@ -54,7 +57,7 @@ _CALL = np.dtype([
     ("call_site", "i8"),
     ("function", "i8"),
     ("argument", "i8"),
-    ("begun", "i8"),  # number of the collective that `run` could not end
+    ("begun", "i8"),  # number of the collective that `run` could not end and `finish` is to end, or _NONE
     ("record", "i8"),  # what `post` gave for it
 ])  # fmt: skip
 _Gate, _gate_at = python_type(_GATE), compiled_at(_GATE)
@@ -170,7 +173,9 @@ class PreparedCall:
             call.message(),
             prepared,
         )
-        self._record = _Call(gate.address, tuple(self._message), call.call_site, prepared.function, prepared.argument)
+        self._record = _Call(
+            gate.address, tuple(self._message), call.call_site, prepared.function, prepared.argument, _NONE
+        )
         self.address = ctypes.addressof(self._record)
         self._stream = context.device.streams(1)[0]
 
@@ -179,11 +184,17 @@ class PreparedCall:
 
         Raises as `finish` does.
         """
-        code = _run_kernel(self.address, src, dst, call_site)
-        if code == BUSY:
-            return False
-        if code != READY:
+        try:
+            code = _run_kernel(self.address, src, dst, call_site)
+            if code == READY:
+                return True
+            if code == BUSY:
+                return False
             self.finish(src, dst, Deadline(until))
+        except BaseException as error:
+            if self._record.begun != _NONE:  # a signal handler has raised it, before `finish` could
+                self._give_up(src, dst, error)
+            raise
         return True
 
     def finish(self, src: int, dst: int, deadline: Deadline) -> None:
@@ -192,8 +203,7 @@ class PreparedCall:
         Raises:
             MismatchError, PeerLost, DeadlineExceeded, Aborted, ClosedError: as operations of the communicator do.
         """
-        sequence, number = self._record.begun, self._record.record
-        operation = Operation(self._op, sequence, self._message, record=max(number, ~number))
+        operation, number = self._operation(), self._record.record
         self._stream.deadline = deadline
         try:
             if number < 0:
@@ -204,4 +214,21 @@ class PreparedCall:
         else:
             self._context.end(operation)
         finally:
-            self._gate.free(sequence + 1)
+            self._free()
+
+    def _give_up(self, src: int, dst: int, error: BaseException) -> None:
+        """End the collective that `run` has begun, because of an error."""
+        try:
+            self._context.fail(error, self._operation())
+        finally:
+            with contextlib.suppress(CollectiveStopped, RingStopped):
+                self._prepared.resume(src, dst, self._stream)  # which is stopped by now, and lets go of the arrays
+            self._free()
+
+    def _operation(self) -> Operation:
+        number = self._record.record
+        return Operation(self._op, self._record.begun, self._message, record=max(number, ~number))
+
+    def _free(self) -> None:
+        sequence, self._record.begun = self._record.begun, _NONE
+        self._gate.free(sequence + 1)
