@@ -16,10 +16,10 @@ from xvcomm.abc.partial_sums import SupportsConversion
 from xvcomm.abc.recording import Recording, SupportsRecording
 from xvcomm.backends.host.batch import NO_GATES, Batch
 from xvcomm.backends.host.engine import Engine
-from xvcomm.backends.host.exchange import Exchange
 from xvcomm.backends.host.kernels import scale
 from xvcomm.backends.host.message_mover import HostMessageMover
 from xvcomm.backends.host.mover import MAX_STREAMS, Kind
+from xvcomm.backends.host.recorded_batch import RecordedBatch
 from xvcomm.backends.host.reducers import BLOCK, average_many, finisher, kit, reduce_many, scaler, widener
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
@@ -154,8 +154,8 @@ class HostDevice(Device, SupportsMessageMovers, SupportsConversion, SupportsReco
         return HostMessageMover(end, op, recorder, communicator, stop, self._spins, self._process_memory)
 
     def recording(self, streams: int) -> Recording:
-        exchange = Exchange(self._spins, self._process_memory)
-        return Recording([HostStream(exchange, lane, self._engine) for lane in range(streams)], exchange.prepared)
+        batch = RecordedBatch(self._spins, self._process_memory)
+        return Recording([HostStream(batch, lane, self._engine) for lane in range(streams)], batch.prepared)
 
     def reduce(
         self, dst: int, srcs: Sequence[int], count: int, dtype: DType, op: ReduceOp, stream: Stream, *, divisor: int = 0

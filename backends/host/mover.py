@@ -321,7 +321,7 @@ def try_row(address: int) -> int:
 
 @register_jitable
 def take(counter: int) -> int:
-    """Take the number of a ring end's next message; the caller holds the interpreter lock."""
+    """Take the number of a ring end's next message; nobody else may take one at the same time."""
     number = load(counter)
     store(counter, number + 1)
     return number

@@ -22,14 +22,14 @@ _PLACES = np.dtype([
     ("data", "i8"),  # as `Recording` has it
     ("own", "i8"),  # the same of the elements that are reduced with those that come
 ])  # fmt: skip
-_EXCHANGE = np.dtype([
+_RECORD = np.dtype([
     ("rows", "i8"),  # address of the transfers
     ("places", "i8"),  # address of a `_PLACES` each
     ("count", "i8"),
     ("spins", "i8"),
 ])  # fmt: skip
-_Exchange = python_type(_EXCHANGE)
-_exchange_at, _places_at, _row_at = map(compiled_at, (_EXCHANGE, _PLACES, ROW))
+_Record = python_type(_RECORD)
+_record_at, _places_at, _row_at = map(compiled_at, (_RECORD, _PLACES, ROW))
 
 
 @register_jitable
@@ -39,15 +39,15 @@ def _address(place: int, src: int, dst: int) -> int:
 
 def _run(argument: int, src: int, dst: int, number: int) -> int:
     """Begin the transfers on these arrays, in a collective of this number; see `PreparedCollective`."""
-    exchange = _exchange_at(argument)
-    for i in range(exchange.count):
-        row, places = _row_at(exchange.rows, i), _places_at(exchange.places, i)
+    record = _record_at(argument)
+    for i in range(record.count):
+        row, places = _row_at(record.rows, i), _places_at(record.places, i)
         row.data = _address(places.data, src, dst)
         row.apart = _address(places.own, src, dst) - row.data
         row.sequence, row.phase = take(places.counter), NEW
         said = row.message
         said.tag = number
-    code = drive_all(exchange.rows, exchange.count, 0, 0, exchange.spins, BUDGET)
+    code = drive_all(record.rows, record.count, 0, 0, record.spins, BUDGET)
     return STOPPED if code > PENDING else code
 
 
@@ -55,7 +55,7 @@ with compiling():
     _run_address = native("int64(int64, int64, int64, int64)", _run)
 
 
-class Exchange(Batch):
+class RecordedBatch(Batch):
     """Transfers that stay when they are complete. Each gets a sequence number whenever it begins."""
 
     def _number(self, end: RingEnd) -> int:
@@ -69,7 +69,7 @@ class Exchange(Batch):
         rows, self._places = self._rows[: len(self.ends)], np.zeros(len(self.ends), _PLACES)
         self._places["counter"] = [end.counter for end in self.ends]
         self._places["data"], self._places["own"] = rows["data"], rows["data"] + rows["apart"]
-        self._record = _Exchange(self._address, self._places.ctypes.data, len(self.ends), self._spins)
+        self._record = _Record(self._address, self._places.ctypes.data, len(self.ends), self._spins)
         return PreparedCollective(_run_address, ctypes.addressof(self._record), self._resume)
 
     def _resume(self, src: int, dst: int, stream: Stream) -> None:

@@ -122,10 +122,14 @@ def talk(comm, size):
         assert (got == 3).all()
 
 
-@pytest.mark.parametrize("size", [1, 1 << 20])
+@pytest.mark.parametrize("size", [1, 20_000, 1 << 20])
 def test_rings_of_other_settings_at_each_end(size):
     """Nobody asks the other end for the shape of a ring; the settings of the lower rank count."""
     with World(
-        hosts="a,b", env=[{"XVCOMM_WIRE_SLOTS": "8"}, {"XVCOMM_WIRE_SLOT_BYTES": "8192", "XVCOMM_RING_SLOTS": "4"}]
+        hosts="a,b",
+        env=[
+            {"XVCOMM_WIRE_SLOTS": "8"},
+            {"XVCOMM_WIRE_SLOTS": "4", "XVCOMM_WIRE_SLOT_BYTES": "4096", "XVCOMM_RING_SLOTS": "4"},
+        ],
     ) as world:
         world.run(talk, size)

@@ -11,6 +11,7 @@ import pytest
 
 from xvcomm.config import Config
 from xvcomm.engine.planner import Planner
+from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
 from xvcomm.schedule.steps import Collective, Exchange, GetReduce, Native, NativeOp, Request
@@ -18,7 +19,7 @@ from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_
 from xvcomm.types.topology import Topology
 
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
-AT_ONCE = at_once(CONFIG, gpus=True)
+AT_ONCE = at_once(RingSizes.of(CONFIG), gpus=True)
 TOPOLOGY = Topology.from_labels("aabb")
 
 
@@ -99,14 +100,14 @@ def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> No
     ]
     assert len(Planner(TOPOLOGY, 2, CONFIG).plan(Request(Collective.ALL_REDUCE, 4, count=n)).schedule.steps) == 4
     for config, most in ((tight, 96 << 10), (roomy, ARRAYS_BYTES)):
-        assert min(at_once(config, gpus=True), ARRAYS_BYTES) == most
+        assert min(at_once(RingSizes.of(config), gpus=True), ARRAYS_BYTES) == most
         request = Request(Collective.ALL_REDUCE, 4, count=most // 4 + 1)
         assert len(Planner(TOPOLOGY, 2, config, gpus=True).plan(request).schedule.steps) == 4
 
 
 @pytest.mark.parametrize(
     ("islands", "hosts", "least"),
-    [("ab", "xx", PARTS_BYTES), ("aab", "xxy", WIRE_PARTS_BYTES), ("ab", "xy", WIRE_ARRAYS_BYTES + 4)],
+    [("ab", "xx", PARTS_BYTES), ("aab", "xxy", WIRE_PARTS_BYTES), ("ab", "xy", WIRE_PARTS_BYTES)],
 )
 def test_large_arrays_in_host_memory_are_added_by_halves(islands: str, hosts: str, least: int) -> None:
     """Between two islands: each adds half of the elements, then they exchange the results. GPUs add everything at once."""
@@ -129,17 +130,26 @@ def test_arrays_of_two_hosts_are_sent_from_where_they_are() -> None:
         f"   0  send    put in[0:{words}] -> rank 1",
         f"   1  recv    get_reduce rank 1 and in[0:{words}] -> out[0:{words}]  after 0",
     ]
-    halves = [
+    words = WIRE_PARTS_BYTES // 4
+    _, *steps = Planner(topology, 0, Config()).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
+    assert steps == [
         f"   0  send    put in[{words // 2}:{words}] -> rank 1",
         f"   1  recv    get_reduce rank 1 and in[0:{words // 2}] -> out[0:{words // 2}]",
         f"   2  send    put out[0:{words // 2}] -> rank 1  after 1",
         f"   3  recv    get rank 1 -> out[{words // 2}:{words}]  after 0",
     ]
-    tight = Config(
-        wire_slots=4, wire_slot_bytes=WIRE_ARRAYS_BYTES // 4
-    )  # a message that fills the ring waits for its receiver
-    _, *steps = Planner(topology, 0, tight).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
-    assert steps == halves
+
+
+def test_ranks_whose_rings_differ_agree_on_a_plan() -> None:
+    """A message that fills a ring waits for its receiver, so that the smallest ring counts."""
+    topology, request = (
+        Topology.from_labels("ab", "xy"),
+        Request(Collective.ALL_REDUCE, 4, count=WIRE_ARRAYS_BYTES // 4),
+    )
+    small = Config(wire_slots=4, wire_slot_bytes=WIRE_ARRAYS_BYTES // 4)
+    rings = [RingSizes.of(config) for config in (Config(), small)]
+    found = [Planner(topology, r, c, rings=rings).plan(request).exchange for r, c in enumerate((Config(), small))]
+    assert found == [Exchange.SUMS] * 2
 
 
 @pytest.mark.parametrize(

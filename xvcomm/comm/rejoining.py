@@ -80,7 +80,7 @@ def rejoin(
 def _current(
     store: Store, launcher: LauncherEnvironment, env: Mapping[str, str], deadline: Deadline
 ) -> tuple[int, int]:
-    """Turn and epoch of the job that runs in a store; zeros if rank 0 is to begin the first one."""
+    """Number of the part, and epoch, of the job that runs in a store; zeros if rank 0 is to begin the first one."""
     try:
         found = store.get(running(env), Deadline.after(0) if launcher.rank == 0 else deadline)
     except NotSet:

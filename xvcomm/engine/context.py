@@ -75,7 +75,14 @@ class Context:
         kinds = [session.infos[r].device for r in ranks]
         check_kinds(labels, kinds)
         self.topology = Topology.from_labels(labels, [session.infos[r].host for r in ranks])
-        self.planner = Planner(self.topology, self.rank, session.config, gpus=set(kinds) != {"host"})
+        members = [session.member(r) for r in ranks]
+        self.planner = Planner(
+            self.topology,
+            self.rank,
+            session.config,
+            gpus=set(kinds) != {"host"},
+            rings=[m.sizes for m in members if m.sizes],
+        )
         able = session.device.capabilities()
         self.index, self.asynchronous = able.index, able.asynchronous
         self.tracker = Tracker(self)
@@ -83,7 +90,7 @@ class Context:
         self._part = f"-{self.ident:x}"
         self.rings = Rings(
             session.config, session.job + self._part, _number(path), self.store, self.rank, session.transports,
-            session.peer_rings, [session.member(r) for r in ranks],
+            session.peer_rings, members,
         )  # fmt: skip
         self.diagnosis = Diagnosis(session, ranks, self.rank, self.ident, self.rings)
         self.lifecycle = Lifecycle(

@@ -42,6 +42,8 @@ _ALIGN = 64
 _WORD = 16
 """Bytes that the movers of GPUs access at once: scratch memory and the output lie alike in them, as both may be reduced."""
 
+_MOST_RECORDED = 64
+"""Messages of a plan that compiled code may repeat: each takes 0.8 KB for as long as the communicator is open."""
 SERIAL_BYTES = 4 << 20
 """Up to here a schedule may run on one stream: events between lanes would take longer than what they let overlap."""
 
@@ -156,15 +158,11 @@ class Executor:
         return complete if looked and len(complete) == len(found) else None
 
     def prepare(self, plan: Plan, call: CollectiveRequest) -> PreparedCollective | None:
-        """A plan for compiled code that blocks; None if it consists of more than messages, or the device cannot."""
+        """A plan for compiled code that blocks; None if it consists of more than some messages, or the device cannot."""
         steps = [s for s in plan.schedule.steps if not (call.src is call.dst and _moves_nothing(s))]
         messages = all(isinstance(step, Put | Get | GetReduce) for step in steps)
-        if (
-            not isinstance(self._device, SupportsRecording)
-            or not messages
-            or plan.schedule.scratch
-            or plan.schedule.wide
-        ):
+        memory = plan.schedule.scratch or plan.schedule.wide
+        if not isinstance(self._device, SupportsRecording) or not messages or memory or len(steps) > _MOST_RECORDED:
             return None
         recording = self._device.recording(len(_LANES))
         streams = dict(zip(_LANES, recording.streams, strict=True))

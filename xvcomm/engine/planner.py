@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from xvcomm.config import Config
+from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import at_once
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
@@ -56,15 +58,18 @@ class Planner:
     """Makes the plans of one rank. Thread-safe; equal requests get the same Plan.
 
     Args:
-        config: settings; all ranks must have equal ones.
+        config: settings; all ranks must have equal ones, but for the sizes of rings.
         gpus: whether any of the ranks has one.
+        rings: the sizes of each rank's; those of `config` if left out.
     """
 
-    def __init__(self, topology: Topology, rank: int, config: Config, gpus: bool = False) -> None:
+    def __init__(
+        self, topology: Topology, rank: int, config: Config, gpus: bool = False, rings: Iterable[RingSizes] = ()
+    ) -> None:
         self._topology = topology
         self._rank = rank
         self._gpus = gpus
-        self._at_once = at_once(config, gpus=gpus)
+        self._at_once = min(at_once(sizes, gpus=gpus) for sizes in rings or [RingSizes.of(config)])
         self._link_bytes = config.gpu_segment_bytes if gpus else config.segment_bytes
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 

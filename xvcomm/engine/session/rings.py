@@ -61,9 +61,8 @@ class Member(NamedTuple):
     sizes: RingSizes | None = None
 
 
-def at_once(config: Config, *, gpus: bool) -> int:
-    """Largest message in bytes that any empty ring between islands can buffer whole; without GPUs, any between hosts."""
-    sizes = RingSizes.of(config)
+def at_once(sizes: RingSizes, *, gpus: bool) -> int:
+    """Largest message in bytes that an empty ring between islands can buffer whole; without GPUs, one between hosts."""
     if not gpus:
         return sizes.host_layout(wired=True).at_once(1) - 1  # one that fills it goes straight from the array
     return min(sizes.host_layout(wired=False).at_once(1), sizes.gpu_collective_layout().at_once(1))
