@@ -1,4 +1,4 @@
-"""How many files of xvcomm an all_reduce passes through: whoever reads how one runs has to read as many."""
+"""An all_reduce passes through few files of xvcomm, so that a reader can follow it."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_a_guarded_store_that_cannot_be_reached(call: str, dies: bool) -> None:
 
 @pytest.mark.parametrize("error", [DeadlineExceeded, StoreError])
 def test_a_store_that_is_slow_or_fails_says_nothing_of_ranks_that_have_ended(error: type[XvcommError]) -> None:
-    """Who waits in it for others is told by its own requests, which are more patient."""
+    """The rank goes on: its other requests to the store find the failure."""
 
     class Silent(MemoryStore):
         def get(self, key: str, deadline: Deadline = NEVER) -> bytes:
