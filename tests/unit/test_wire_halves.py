@@ -311,7 +311,7 @@ def test_an_offer_that_this_process_does_not_take_before_it_closes_the_communica
 
 
 def test_a_communicator_that_this_process_is_not_in(side):
-    """An offer for a communicator that this rank is not in is answered with the reason of its failure, or that the rank has left."""
+    """An offer for it is answered with the reason why it failed, or with the word that its rank has left."""
     failed = Reason.ABORTED.word(3)
     for number in range(3000):
         side.halves.enter(number)
