@@ -54,8 +54,10 @@ class _Direction:
     """This rank's side of the messages that are timed, and the other rank."""
 
     def __init__(self, comm: Communicator, other: int) -> None:
+        from xvcomm.testing.inside import context
+
         self._comm, self._other = comm, other
-        self._transports = comm._context.session.transports
+        self._transports = context(comm).session.transports
 
     def send(self, source: str, target: str, seconds: float) -> list[Rail]:
         """Measure all connections together, then those between the same addresses alone."""

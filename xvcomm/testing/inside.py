@@ -1,4 +1,4 @@
-"""What lies behind a communicator, for checks of what its methods do not show. Tests reach into communicators here only."""
+"""What lies behind a communicator, where its methods do not show it. Tests and commands reach into communicators here only."""
 
 from __future__ import annotations
 
