@@ -57,13 +57,16 @@ class Job:
         while time.monotonic() < until and len(os.listdir(self.folder)) < self.world.size:
             pass
 
+    def await_others(self):
+        until = time.monotonic() + AMPLE
+        while time.monotonic() < until and len(os.listdir(self.folder)) < self.world.size:
+            time.sleep(0.05)
+
     def afterwards(self, function, *args):
         """Call a function in a thread when no rank waits any more."""
 
         def await_all():
-            until = time.monotonic() + AMPLE
-            while time.monotonic() < until and len(os.listdir(self.folder)) < self.world.size:
-                time.sleep(0.05)
+            self.await_others()
             function(*args)
 
         self.waits_no_more()
@@ -347,6 +350,7 @@ def run(comm, case, folder, on_gpus=False):
     job.waits_no_more()
     if case == "uneven_loop_and_end":
         job.a.close()
+    job.await_others()  # a rank that goes on is no longer in the operation that others are to be told of
     job.over.barrier(timeout=30)
     job.close()
     return found

@@ -136,6 +136,29 @@ def test_an_operation_that_has_just_failed_is_waited_in() -> None:
     assert judge(waits(before(long_ago), before(), before(), before())).text == "No rank waits for another one."
 
 
+def test_a_new_communicator_of_ranks_that_have_called_much_before() -> None:
+    """Flight recorders that have overwritten records still show that a rank has not come, if the communicator is younger."""
+    new, many = record(OpCode.BARRIER, 0, communicator=8), tuple(before())
+
+    def verdict(opened: int) -> str:
+        both = (WORLD, Group(8, "0.1", (0, 1, 2, 3), opened))
+        states = [RankState(groups=both, records=(*many, *more), dropped=9) for more in ([new], [new], [], [new])]
+        return judge(waits(*states)).text
+
+    assert verdict(NOW - 3 * 10**9).startswith("Rank 2 never called barrier #0 on communicator 0.1")
+    assert "No rank holds it up" in verdict(NOW - 10**10)
+
+
+def test_a_rank_that_waits_in_something_unknown() -> None:
+    """Nothing is known of the communicator in which the sender is."""
+    verdict = judge(
+        waits(before(record(OpCode.RECV, 1, peer=1)), before(record(OpCode.BARRIER, 0, communicator=9)), [], [])
+    )
+    assert verdict.ranks == (1,)
+    assert verdict.text.startswith("Rank 1 does not send in the recv from rank 1 of "), verdict.text
+    assert "rank 1 is in barrier #0" in verdict.text
+
+
 def test_what_a_stack_says_of_a_rank_with_operations_under_way() -> None:
     pending = tuple(before(record(OpCode.RECV, 1, peer=1)))
     for text, condition in ((STACK, Condition.ELSEWHERE), (INSIDE, Condition.WAITS), ("", Condition.WAITS)):

@@ -1,7 +1,7 @@
 """A rank's communicators in its region of the flight recorders, so that other processes know who takes part in what.
 
-A place is a word, the number of the communicator in records, 0 if the place is free; then text: its ranks in brief and its name,
-`0-3,8-14/2 dp`. Reads may happen at any time: a place that changes meanwhile is left out.
+A place is two words, the number of the communicator in records, 0 if the place is free, and when it was created; then text: its
+ranks in brief and its name, `0-3,8-14/2 dp`. Reads may happen at any time: a place that changes meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from xvcomm.trace.format import GROUPS, HEADER_BYTES, RECORD_BYTES
 from xvcomm.trace.snapshot import Group
 
-_IDENT = struct.Struct("<q")
-_TEXT_BYTES, _NAME_BYTES = RECORD_BYTES - _IDENT.size, 60
+_IDENT, _HEAD = struct.Struct("<q"), struct.Struct("<qq")
+_TEXT_BYTES, _NAME_BYTES = RECORD_BYTES - _HEAD.size, 60
 _UNKNOWN = "?"
 
 
@@ -21,8 +21,8 @@ def write(memory: memoryview, group: Group) -> bool:
     """Write a communicator to a free place of a region; False if there is none."""
     for at in _places():
         if not _ident(memory, at):
-            memory[at + _IDENT.size : at + RECORD_BYTES] = _text(group).ljust(_TEXT_BYTES, b"\0")
-            _IDENT.pack_into(memory, at, group.ident)
+            memory[at + _HEAD.size : at + RECORD_BYTES] = _text(group).ljust(_TEXT_BYTES, b"\0")
+            _HEAD.pack_into(memory, at, group.ident, group.opened)
             return True
     return False
 
@@ -51,10 +51,10 @@ def parse_all(places: Iterable[bytes]) -> tuple[Group, ...]:
 
 def parse(place: bytes) -> Group | None:
     """What a place says; None if it is free."""
-    (ident,) = _IDENT.unpack_from(place)
-    ranks, _, name = place[_IDENT.size :].partition(b"\0")[0].decode(errors="replace").partition(" ")
+    ident, opened = _HEAD.unpack_from(place)
+    ranks, _, name = place[_HEAD.size :].partition(b"\0")[0].decode(errors="replace").partition(" ")
     try:
-        return Group(ident, name, tuple(_ranks(ranks))) if ident and ranks else None
+        return Group(ident, name, tuple(_ranks(ranks)), opened) if ident and ranks else None
     except ValueError:  # it is being written
         return None
 

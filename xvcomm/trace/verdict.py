@@ -152,7 +152,11 @@ class _Judge:
         cycle = self._cycle()
         if cycle:
             return self._circular(cycle)
-        return self._stuck(self._start)
+        last = next((wait for wait in reached if wait.why is Why.INSIDE or not wait.peers), self._start)
+        before = next((wait for wait in reached if last.rank in wait.peers and wait.why is not Why.INSIDE), None)
+        if last is self._start or before is None:
+            return self._stuck(self._start)
+        return self._held_up(before, (last.rank,))
 
     def _reached(self) -> list[Wait]:
         """The waits that the first one leads to, the nearest first. Ranks that do not wait themselves lead no further."""
@@ -266,6 +270,7 @@ _ADVICE = {
     Condition.BUSY: "Look at what it does there, or give the operation more time.",
     Condition.ELSEWHERE: "Look at what it does there, or give the operation more time.",
     Condition.LISTENS: "It waits for a message of any rank.",
+    Condition.WAITS: "No rank is known to hold that up: it is slow, or what carries it is stuck (a link, a device).",
     Condition.SILENT: "Look whether its host and its network work.",
 }
 

@@ -184,7 +184,7 @@ class Waits:
         if state is None:
             return True  # it was not asked: nothing is said of it
         same = [other for other in state.records if other.communicator == record.communicator]
-        if not same and state.dropped:
+        if not same and state.dropped and not _keeps_all(state, record.communicator):
             return True  # its records of this communicator may be overwritten
         return any(other.sequence - (other.peer != NO_PEER) >= record.sequence for other in same)
 
@@ -226,6 +226,12 @@ class Waits:
             return False
         called = [one for one in mine.records if _alike(one, record) and one.peer == record.peer]
         return called.index(record) >= sum(_alike(one, other) and one.peer in (me, ANY_PEER) for one in theirs.records)
+
+
+def _keeps_all(state: RankState, communicator: int) -> bool:
+    """Whether a rank has created a communicator after the oldest operation that its flight recorder keeps."""
+    opened = next((group.opened for group in state.groups if group.ident == communicator), 0)
+    return bool(state.records) and state.records[0].posted <= opened
 
 
 def _has_failed(state: RankState) -> bool:

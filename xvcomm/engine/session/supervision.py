@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -34,7 +35,8 @@ class Supervision:
         """Watch a communicator from now on; it learns what is known already."""
         with self._lock:
             self._contexts.add(context)
-            self._journal.recorder.note_group(Group(context.ident, context.path, tuple(map(int, context.ranks))))
+            ranks = tuple(map(int, context.ranks))
+            self._journal.recorder.note_group(Group(context.ident, context.path, ranks, time.time_ns()))
             gone, known = [*self.lost, *self.left], list(self._news)
         for rank in gone:
             context.lifecycle.lose(rank)
