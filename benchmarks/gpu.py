@@ -204,7 +204,8 @@ def bars(scenario: Scenario, records: Sequence[Record]) -> list[Bar]:
         bar("call of a small collective, µs more than NCCL's binding", more, 5, most=True)
     elif "all_reduce" in scenario.ops:
         shape = f"all-reduce of 256 MiB, {len(scenario.islands)} ranks, times "
-        bar(shape + "NCCL without P2P", ratios(records, "all_reduce", "nccl-shm", 256 * MIB, 256 * MIB), 4)
+        bound = 3.3 if scenario.environment else 4  # one hardware queue overlaps less
+        bar(shape + "NCCL without P2P", ratios(records, "all_reduce", "nccl-shm", 256 * MIB, 256 * MIB), bound)
         bar(shape + "Gloo", ratios(records, "all_reduce", "gloo", 256 * MIB, 256 * MIB), 40)
         short = [1 / r for r in ratios(records, "all_reduce", "nccl-shm", 0, MIB)]
         bar("all-reduce of up to 1 MiB, part of the time of NCCL without P2P", short, 1, most=True)
@@ -220,10 +221,11 @@ class Report:
 
     Args:
         stem: path of the files without extension.
+        command: what made it.
     """
 
-    def __init__(self, stem: Path) -> None:
-        self._stem = stem
+    def __init__(self, stem: Path, command: str) -> None:
+        self._stem, self._command = stem, command
         self._parts: list[tuple[Scenario, list[Record], Setting]] = []
         self.bars: list[Bar] = []
 
@@ -255,7 +257,7 @@ class Report:
             "",
             f"{where}, {first.cores} cores, {first.date}{rehearsal}. {versions}.",
             "",
-            "One run of `python benchmarks/gpu.py`. Operations are enqueued in bursts that are waited for once; times are "
+            f"One run of `{self._command}`. Operations are enqueued in bursts that are waited for once; times are "
             "medians of the slowest rank in µs, float32, in place; p2p is one way of a ping-pong. `~` marks figures of "
             "which a tenth of the bursts took a fifth longer than another tenth, or taken while other processes were busy.",
             "",
@@ -331,7 +333,9 @@ def main() -> int:
     chosen = scenarios(ranks, kind, [parse_size(text) for text in arguments.sizes.split(",")])
     if arguments.only:
         chosen = [one for one in chosen if one.name in arguments.only.split(",")]
-    report, failed, begin = Report(arguments.out / f"gpu{ranks}"), False, time.monotonic()
+    only = f" --only {arguments.only} --budget {arguments.budget:g}" if arguments.only else ""
+    report = Report(arguments.out / f"gpu{ranks}", f"python benchmarks/gpu.py{only}")
+    failed, begin = False, time.monotonic()
     os.environ.setdefault("XVCOMM_TIMEOUT", "60")
     with tempfile.TemporaryDirectory() as folder:
         forwarded = kind == "cuda" and not arguments.labels_only

@@ -216,6 +216,7 @@ class Figure:
         losses: of the last rank, step by step.
         rehearsal: whether the islands were only labels.
         date: when it was measured.
+        gpu: on which GPUs.
         failed: whether the job ended with an error (Gloo cannot send tensors on GPUs).
     """
 
@@ -226,21 +227,22 @@ class Figure:
     losses: list[float]
     rehearsal: bool
     date: str
+    gpu: str
     failed: bool = False
 
 
 def measure(way: str, mode: str, ranks: int, steps: int) -> Figure:
     """Run one job."""
-    chosen, date = WAYS[way], f"{datetime.now(UTC):%Y-%m-%d}"
+    chosen, date, gpu = WAYS[way], f"{datetime.now(UTC):%Y-%m-%d}", torch.cuda.get_device_name()
     islands = chosen.islands
     labels = [("cuda" if r < ranks // 2 else "rocm") if islands else "" for r in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "result"))
         argv = (sys.executable, __file__, "--rank", way, mode, str(steps), json.dumps(asdict(SHAPES[mode])), file)
         if launch(argv, labels, extra={**chosen.environment, "XVCOMM_DEVICE": ""}):
-            return Figure(way, mode, ranks, 0.0, [], islands, date, failed=True)
+            return Figure(way, mode, ranks, 0.0, [], islands, date, gpu, failed=True)
         speed, losses = json.loads(Path(file).read_text())
-    return Figure(way, mode, ranks, speed, losses, islands, date)
+    return Figure(way, mode, ranks, speed, losses, islands, date, gpu)
 
 
 def bars(figures: Sequence[Figure]) -> list[Bar]:
@@ -273,14 +275,14 @@ def markdown(figures: Sequence[Figure]) -> str:
     lines = [
         "# Training over two islands: figures",
         "",
-        f"{ranks} x {torch.cuda.get_device_name()}. torch {torch.__version__}. A LLaMA of "
+        f"{ranks} GPUs. torch {torch.__version__}. A LLaMA of "
         f"{shape.parameters() / 1e9:.2f} billion parameters (8B: {large.parameters() / 1e9:.2f}), bfloat16, AdamW; "
         f"{shape.samples} samples of {shape.tokens} tokens a "
         f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands and hosts are labels: a "
         "rehearsal.",
         "",
         *judged,
-        "| | date | "
+        "| | GPUs, date | "
         + " | ".join(WAYS)
         + " | two islands, part of NCCL | two islands, times NCCL without P2P | times Gloo |",
         "| --- " * (len(WAYS) + 5) + "|",
@@ -293,8 +295,8 @@ def markdown(figures: Sequence[Figure]) -> str:
         ]
         for other in ("nccl", "nccl without P2P", "gloo"):
             cells.append(f"{mixed / speed[other]:.2f}" if speed.get(other) else "")
-        newest = max(f.date for f in figures if f.mode == mode)
-        lines.append(f"| {mode} | {newest} | {' | '.join(cells)} |")
+        measured = max(f"{f.gpu}, {f.date}" for f in figures if f.mode == mode)
+        lines.append(f"| {mode} | {measured} | {' | '.join(cells)} |")
     worst = max(
         abs(a - b) / abs(b)
         for f in figures for other in figures if (f.mode, other.way) == (other.mode, "nccl") and not f.failed
