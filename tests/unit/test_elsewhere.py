@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import pytest
 
 from xvcomm.abc.store import Notices
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
-from xvcomm.errors import StoreError
+from xvcomm.errors import ResourceError, StoreError
 from xvcomm.rendezvous.store import MemoryStore
 from xvcomm.types.deadline import Deadline
 
@@ -88,6 +89,19 @@ def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
     elsewhere.ready()
     elsewhere.meet()
     return elsewhere
+
+
+def test_what_could_not_be_posted_goes_out_with_the_next() -> None:
+    """For instance because the process could open no connection to the store for a while."""
+    store = SlowStore()
+    store.go_on.set()
+    elsewhere = rank_0(store)
+    with mock.patch.object(store, "post", side_effect=ResourceError("too many open files")) as post:
+        elsewhere.post(DEPARTURE)
+        while not post.called:
+            time.sleep(0.001)
+    elsewhere.close()
+    assert store.posted == [[0, True, False, [msgspec.to_builtins(DEPARTURE)]]]
 
 
 def test_what_gathers_while_the_store_is_slow_goes_out_at_once() -> None:

@@ -168,13 +168,18 @@ class Elsewhere:
         if not self._over:
             with contextlib.suppress(XvcommError):
                 self._transport(self._tried).meet(self._tried)
+        unsent = list[Stop | Departure]()
         end: _End | None = None
         while end is None:
             news, end = self._gathered()
-            if news or (end is not None and end.leaves):
-                notice = _Notice(self._rank, left=end is not None and end.leaves, news=tuple(news))
-                with contextlib.suppress(XvcommError):
+            unsent += news
+            if unsent or (end is not None and end.leaves):
+                notice = _Notice(self._rank, left=end is not None and end.leaves, news=tuple(unsent))
+                with contextlib.suppress(
+                    XvcommError
+                ):  # what may not have gone out goes with the next: to hear it twice is harmless
                     notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
+                    unsent = []
 
     def _gathered(self) -> tuple[list[Stop | Departure], _End | None]:
         """All that is to be posted, at least one: a slow store gets few notices, and a rank that leaves waits for two at most."""
