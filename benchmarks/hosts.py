@@ -42,6 +42,9 @@ from xvcomm.testing.hosts import NAMES, Hosts
 PARTS = ("loopback", "veth", "links", "alone", "failover", "cuda")
 RANK = Path(__file__).with_name("hosts_rank.py")
 PLACES = {"loopback": "Loopback", "cuda": "Loopback, arrays on GPUs", "veth": "Between two hosts, one link (veth)"}
+CONGESTION = "reno"
+"""TCP's congestion control between the hosts: like `cubic`, which most systems have, it leaves no pauses between packets. With
+`bbr` messages of 1 and 4 MiB take up to three times as long, of every library, and differ from run to run."""
 GPU_OPS = ("p2p", "send", "sendrecv", "all_reduce", "all_gather")
 FROM_64K, FROM_1M, FROM_4M = 64 << 10, 1 << 20, 4 << 20
 
@@ -116,7 +119,7 @@ class Bench:
 
     def veth(self) -> None:
         """All operations between two hosts."""
-        with Hosts(1) as hosts:
+        with Hosts(1, congestion=CONGESTION) as hosts:
             self._transfers("veth", hosts)
 
     def _transfers(self, place: str, hosts: Hosts | None) -> None:
@@ -134,7 +137,7 @@ class Bench:
         """Messages one way over several links of 1 Gbit/s."""
         cases = [("send", [parse_size(self._effort.links_size)])]
         for count in self._effort.links:
-            with Hosts(count, "1gbit") as hosts:
+            with Hosts(count, "1gbit", congestion=CONGESTION) as hosts:
                 self.records[gigabits(count)] = self._measure("links", hosts, cases, count)
 
     def _measure(self, place: str, hosts: Hosts | None, cases: Any, links: int = 1) -> list[Record]:
@@ -198,14 +201,14 @@ class Bench:
 
     def alone(self) -> None:
         """Ranks that do nothing; messages beside a thread in Python code."""
-        with Hosts(1) as hosts:
+        with Hosts(1, congestion=CONGESTION) as hosts:
             ended(*hosts.start_ranks(*self._rank("idle,lock")))
         self.found |= {name: self._read(name) for name in ("idle", "lock")}
 
     def failover(self) -> None:
         """One of two links is cut while messages are under way, and comes back."""
         before, during, _ = self._effort.phases
-        with Hosts(2, "1gbit") as hosts:
+        with Hosts(2, "1gbit", congestion=CONGESTION) as hosts:
             ranks = hosts.start_ranks(*self._rank("cut"))
             assert ranks[0].stdout is not None
             if ranks[0].stdout.readline() != "begun\n":
@@ -339,7 +342,7 @@ def markdown(bench: Bench, setting: Setting, reached: Sequence[Bar]) -> str:
         f"stand for hosts. {versions}{', iperf3 ' + iperf3['version'] if iperf3 else ''}.", "",
         "One run of `python benchmarks/hosts.py`; the libraries take turns in the same two processes. Times are medians of the "
         "slowest rank in µs, float32; p2p is one way of a ping-pong, send is one way again and again. `~` marks figures of a "
-        "busy machine.", "",
+        f"busy machine. TCP's congestion control between the hosts is {CONGESTION}.", "",
         *bar_table(reached),
     ]  # fmt: skip
     for place, title in PLACES.items():

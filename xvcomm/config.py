@@ -75,6 +75,11 @@ class Config:
     ports: str | None = _var(
         None, "Port or range of ports, `29600-29699`, on which ranks listen for ranks of other hosts; any if unset."
     )
+    tcp_congestion: str | None = _var(
+        None,
+        "TCP's congestion control between hosts, `cubic` for instance; the system's if unset. `bbr` sends messages with pauses: "
+        "those of 1 to 4 MiB that do not follow each other closely can take three times as long.",
+    )
     tls: int = _var(
         0,
         "1: encrypt what goes between hosts, by TLS 1.3 with keys derived from the job's secret; the same on all ranks. Needs "

@@ -92,10 +92,12 @@ def listen(config: Config) -> tuple[list[socket.socket], Place]:
 
     Raises:
         ResourceError: no port is free.
-        ConfigError: see `usable`; or the ports are no numbers.
+        ConfigError: see `usable`; or the ports are no numbers; or the system refuses `XVCOMM_TCP_CONGESTION`.
     """
     found = usable(config)
     sockets = _bind([_LOOPBACK, *(str(ip_interface(address).ip) for _, address in found)], config)
+    if config.tcp_congestion:
+        _control(sockets, config.tcp_congestion)
     loopback, *ports = (int(listener.getsockname()[1]) for listener in sockets)
     addresses = [Address(name, address, port) for (name, address), port in zip(found, ports, strict=True)]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -119,6 +121,20 @@ def _bind(hosts: Sequence[str], config: Config) -> list[socket.socket]:
         for listener in sockets:
             listener.close()
     raise ResourceError(f"cannot listen on {why}; allow more ports")
+
+
+def _control(sockets: Sequence[socket.socket], congestion: str) -> None:
+    """Choose the congestion control of connections that are accepted here."""
+    try:
+        for listener in sockets:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+        raise ConfigError(
+            f"XVCOMM_TCP_CONGESTION={congestion}: {error.strerror}; this system lets every user choose {', '.join(allowed)}"
+        ) from error
 
 
 def routes(mine: Place, theirs: Place, threads: int = 1, pairs: int = 1) -> list[Route]:

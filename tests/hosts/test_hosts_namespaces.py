@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,19 @@ def test_fixed_ports(two_hosts, ports, allowed):
     for text in two_hosts.run("listening", sides=sides, env={"XVCOMM_PORTS": ports}):
         used = {port for _, port in json.loads(text.splitlines()[-1])} - {29711}
         assert len(used) == 1 and used <= allowed, text
+
+
+@pytest.mark.parametrize("chosen", ["reno", ""])
+def test_congestion_control(two_hosts, chosen):
+    system = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    for text in two_hosts.run("congestion", env={"XVCOMM_TCP_CONGESTION": chosen} if chosen else {}):
+        assert json.loads(text.splitlines()[-1]) == [chosen or system], text
+
+
+def test_congestion_control_that_there_is_not(two_hosts):
+    for process in two_hosts.start("congestion", env={"XVCOMM_TCP_CONGESTION": "none"}):
+        text = process.communicate(timeout=60)[0]
+        assert "ConfigError: XVCOMM_TCP_CONGESTION=none: " in text and "lets every user choose" in text
 
 
 @pytest.mark.parametrize(("nics", "networks"), [("", (0, 1)), ("10.77.1.0/24", (1,))])

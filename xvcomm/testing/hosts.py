@@ -27,6 +27,7 @@ _LAUNCHERS = (
 )  # fmt: skip
 """Beginnings of the names of their variables."""
 _GRACE_SECONDS = 5.0
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 _NEW_NETWORK, _NEW_MOUNTS, _NEW_NAME = 0x40000000, 0x20000, 0x4000000
 _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x1000, 0x4000, 1 << 18, 2
 
@@ -59,6 +60,7 @@ class Hosts:
             if left out.
         addresses: of each interface, with `{link}` and `{side}`, which is 1 or 2; the names of the hosts mean the first one of
             link 0.
+        congestion: TCP's congestion control on both hosts, of those that this machine has; its own choice if left out.
 
     Raises:
         ResourceError: this user may make no network namespaces, or a tool is missing.
@@ -69,6 +71,7 @@ class Hosts:
         links: int = 2,
         rate: str | Sequence[str] | None = None,
         addresses: Sequence[str] = ("10.77.{link}.{side}/24",),
+        congestion: str = "",
     ) -> None:
         self._tag = secrets.token_hex(3)
         self._namespaces = [f"xv{self._tag}{name}" for name in NAMES]
@@ -84,6 +87,8 @@ class Hosts:
             for namespace in self._namespaces:
                 _call("ip", "netns", "add", namespace)
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
+                if congestion:
+                    _call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {congestion} > {_CONGESTION}")
             rates = [rate] * links if rate is None or isinstance(rate, str) else rate
             for link in range(links):
                 self._join(link, rates[link], addresses)

@@ -57,6 +57,7 @@ class Process:
     timeout: float
     routes: Callable[[int], Sequence[Route]]
     lost: Callable[[int, str], None]
+    congestion: bytes  # TCP's congestion control
     cards: Cards | None = None
     blocked: set[str] = field(default_factory=set)  # addresses of which was said that they are
     said: set[tuple[str, str]] = field(default_factory=set)  # the same of RDMA, with the reason
@@ -186,7 +187,7 @@ class Link:
         if both[2] >= RDMA:
             await self._use_rdma(connection, both)
             return
-        set_up(connection)
+        set_up(connection, self._own.congestion)
         own, tls, channel = self._own, 0, None
         if own.tls is not None:
             tls, channel = own.tls.functions, await own.tls.secure(connection, key, accepting=accepting)

@@ -28,7 +28,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import RDMA, Ends, Route
 from xvcomm.wire import handshake, pair_trials
 from xvcomm.wire.carrier import Carrier
-from xvcomm.wire.connections import ends, hang_up
+from xvcomm.wire.connections import congestion_control, ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
 from xvcomm.wire.links import DRAIN_SECONDS, Link, Process
 from xvcomm.wire.questions import Questions
@@ -78,7 +78,8 @@ class Network:
         """
         self._size, self._listeners, self._left, self._asynchronous = size, listeners, left, asynchronous
         self.carrier = Carrier(spins, threads)
-        self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, cards)
+        congestion = congestion_control(listeners[0])
+        self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, congestion, cards)
         self._questions = Questions(self.carrier)
         self._links: dict[int, Link] = {}
         self._of_number: dict[int, Link] = {}
