@@ -1,13 +1,10 @@
-"""Compiled code that receives frames: slots straight into the ring, everything else through a small buffer."""
+"""Compiled code that handles the frames that come: what they change in rings, links and rails."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-
 from xvcomm.jit.atomics import (
-    as_pointer,
     compare_and_swap,
     copy_bytes,
     load,
@@ -21,13 +18,12 @@ from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree
 from xvcomm.trace.format import HEAD_WORDS
 from xvcomm.trace.recorder import extent, may_ask
-from xvcomm.wire.frames import CONTROL_BYTES, HEADER, MAX_DEVICES, OPEN_WORDS, Kind
-from xvcomm.wire.locks import await_copy, begin_copy, end_copy
+from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
+from xvcomm.wire.locks import await_copy
 from xvcomm.wire.outgoing import entry_of, head_of, tail_of
 from xvcomm.wire.records import (
     ANSWERS,
     ARRIVED,
-    EAGER,
     FAILURES,
     HEARD,
     KEPT_ANSWERS,
@@ -35,30 +31,22 @@ from xvcomm.wire.records import (
     NOBODY,
     OF_LINK,
     PLACES,
-    SINK_BYTES,
     TELL_WORDS,
     TOLD,
     answer_at,
     failure_at,
-    frame_at,
     link_at,
     offer_at,
     rail_at,
     wire_at,
 )
 from xvcomm.wire.shares import count_slot
-from xvcomm.wire.sockets import BLOCKED, receive
 
 _OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED, _ = map(int, Kind)
 _FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
-_memmove = types.ExternalFunction("memmove", types.voidptr(types.voidptr, types.voidptr, types.uint64))
-
-RECEIVE_BYTES = 128 << 10
-"""Bytes that a rail receives before the other rails have their turn."""
-
 PROTOCOL = -1000
-"""Failure of `receive_frames`, beside those of `sockets`: the other side broke the protocol."""
+"""Failure of a rail, beside those of `sockets`: the other side broke the protocol."""
 REFUSED, NEWS = -2, 1
 """Results of handling a frame besides 0: it breaks the protocol; Python should look."""
 
@@ -357,87 +345,3 @@ def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
             wire.stop = KNOWN
         return NEWS
     return REFUSED
-
-
-@register_jitable
-def _handle_buffer(carrier: Any, rail: Any, rail_index: int) -> int:
-    """Handle the frames in a rail's buffer up to one that is not whole yet; 0, NEWS or REFUSED."""
-    buffer, news = address_of(rail, "buffer"), 0
-    while rail.slot_left == 0 and rail.end - rail.begin >= HEADER:
-        frame = frame_at(buffer + rail.begin)
-        size = HEADER
-        if frame.kind != _SLOT:
-            if frame.length < 0 or frame.length > CONTROL_BYTES:
-                return REFUSED
-            size += frame.length
-            if rail.end - rail.begin < size:
-                break
-        result = handle(carrier, rail, rail_index, frame)
-        if result == REFUSED:
-            return REFUSED
-        news = news or result
-        rail.begin += size
-        if rail.slot_left > 0:
-            _take_payload(carrier, rail)
-    if rail.begin == rail.end:
-        rail.begin = rail.end = 0
-    elif rail.begin > 0:
-        _memmove(as_pointer(buffer), as_pointer(buffer + rail.begin), rail.end - rail.begin)
-        rail.begin, rail.end = 0, rail.end - rail.begin
-    return news
-
-
-@register_jitable
-def _take_payload(carrier: Any, rail: Any) -> None:
-    """Copy what the buffer has of a slot's payload to its place."""
-    here = min(rail.slot_left, rail.end - rail.begin)
-    if here > 0:
-        if rail.slot_data != 0:
-            copy_bytes(rail.slot_data, address_of(rail, "buffer") + rail.begin, here)
-            rail.slot_data += here
-        rail.begin += here
-        rail.slot_left -= here
-    if rail.slot_left == 0:
-        end_slot(carrier, rail)
-
-
-@register_jitable
-def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
-    """Receive until the socket has no more; the number of bytes, or a failure.
-
-    The caller holds the locks of the rail and of the carrier.
-    """
-    total, news = 0, 0
-    while total < RECEIVE_BYTES:
-        if rail.slot_left > 0:
-            to_ring = rail.slot_data != 0
-            target = rail.slot_data if to_ring else carrier.sink
-            wanted = rail.slot_left if to_ring else min(rail.slot_left, SINK_BYTES)
-        else:
-            target = address_of(rail, "buffer") + rail.end
-            wanted = min(EAGER, EAGER + HEADER + CONTROL_BYTES - rail.end)
-        begin_copy(carrier, rail)
-        got = receive(rail, target, wanted)
-        end_copy(carrier, rail)
-        if got == BLOCKED:
-            break
-        if got < 0:
-            return got
-        total += got
-        if rail.slot_left > 0:
-            if rail.slot_data != 0:  # no other rail has taken the slot over meanwhile
-                rail.slot_data += got
-            rail.slot_left -= got
-            if rail.slot_left == 0:
-                end_slot(carrier, rail)
-        else:
-            rail.end += got
-            result = _handle_buffer(carrier, rail, rail_index)
-            if result == REFUSED:
-                return PROTOCOL
-            news = news or result
-    if total > 0:
-        rail.received += total
-        if news != 0:
-            store_release(address_of(carrier, "has_news"), 1)
-    return total

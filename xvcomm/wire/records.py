@@ -134,6 +134,7 @@ RAIL = np.dtype([
     # the frame that is being received
     ("slot_left", "i8"),  # bytes of a SLOT's payload to come, 0: no SLOT is being received
     ("slot_data", "i8"),  # where they go; 0: nowhere
+    ("gathered_at", "i8"),  # when the socket is looked at again, if many bytes of the slot are to come
     ("slot_wire", "i8"),  # place in the table
     ("slot_lane", "i8"),
     ("slot_number", "i8"),
