@@ -43,8 +43,8 @@ PARTS = ("loopback", "veth", "links", "alone", "failover", "cuda")
 RANK = Path(__file__).with_name("hosts_rank.py")
 PLACES = {"loopback": "Loopback", "cuda": "Loopback, arrays on GPUs", "veth": "Between two hosts, one link (veth)"}
 CONGESTION = "reno"
-"""TCP's congestion control between the hosts: like `cubic`, which most systems have, it leaves no pauses between packets. With
-`bbr` messages of 1 and 4 MiB take up to three times as long, of every library, and differ from run to run."""
+"""TCP's congestion control over a link without a limit: like `cubic`, which most systems have, it leaves no pauses between
+packets. With `bbr` messages of 1 and 4 MiB take up to three times as long, of every library, and differ from run to run."""
 GPU_OPS = ("p2p", "send", "sendrecv", "all_reduce", "all_gather")
 FROM_64K, FROM_1M, FROM_4M = 64 << 10, 1 << 20, 4 << 20
 
@@ -137,7 +137,7 @@ class Bench:
         """Messages one way over several links of 1 Gbit/s."""
         cases = [("send", [parse_size(self._effort.links_size)])]
         for count in self._effort.links:
-            with Hosts(count, "1gbit", congestion=CONGESTION) as hosts:
+            with Hosts(count, "1gbit") as hosts:
                 self.records[gigabits(count)] = self._measure("links", hosts, cases, count)
 
     def _measure(self, place: str, hosts: Hosts | None, cases: Any, links: int = 1) -> list[Record]:
@@ -208,7 +208,7 @@ class Bench:
     def failover(self) -> None:
         """One of two links is cut while messages are under way, and comes back."""
         before, during, _ = self._effort.phases
-        with Hosts(2, "1gbit", congestion=CONGESTION) as hosts:
+        with Hosts(2, "1gbit") as hosts:
             ranks = hosts.start_ranks(*self._rank("cut"))
             assert ranks[0].stdout is not None
             if ranks[0].stdout.readline() != "begun\n":
@@ -342,7 +342,7 @@ def markdown(bench: Bench, setting: Setting, reached: Sequence[Bar]) -> str:
         f"stand for hosts. {versions}{', iperf3 ' + iperf3['version'] if iperf3 else ''}.", "",
         "One run of `python benchmarks/hosts.py`; the libraries take turns in the same two processes. Times are medians of the "
         "slowest rank in µs, float32; p2p is one way of a ping-pong, send is one way again and again. `~` marks figures of a "
-        f"busy machine. TCP's congestion control between the hosts is {CONGESTION}.", "",
+        f"busy machine. TCP's congestion control over the link without a limit (veth) is {CONGESTION}.", "",
         *bar_table(reached),
     ]  # fmt: skip
     for place, title in PLACES.items():

@@ -92,6 +92,7 @@ class TcpTransport(Transport):
                 membership.rank, membership.size, key, listeners, routes, config.peer_timeout, int(config.spin_us),
                 threads, Tls() if config.tls else None, membership.lost, membership.left, cards=self._cards,
                 asynchronous=membership.device is not None and membership.device.capabilities().asynchronous,
+                congestion=config.tcp_congestion or "",
             )  # fmt: skip
             failing.pop_all()
 

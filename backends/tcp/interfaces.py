@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -131,10 +132,11 @@ def _control(sockets: Sequence[socket.socket], congestion: str) -> None:
     except OSError as error:
         for listener in sockets:
             listener.close()
-        allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
-        raise ConfigError(
-            f"XVCOMM_TCP_CONGESTION={congestion}: {error.strerror}; this system lets every user choose {', '.join(allowed)}"
-        ) from error
+        why = f"XVCOMM_TCP_CONGESTION={congestion}: {error.strerror}"
+        with contextlib.suppress(OSError):
+            allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+            why += f"; this system lets every user choose {', '.join(allowed)}"
+        raise ConfigError(why) from error
 
 
 def routes(mine: Place, theirs: Place, threads: int = 1, pairs: int = 1) -> list[Route]:

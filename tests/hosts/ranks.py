@@ -311,7 +311,7 @@ def congestion(comm):
     found = set()
     for connection in every:
         if 29711 not in (connection.laddr.port, connection.raddr.port):
-            with socket.socket(fileno=os.dup(connection.fd)) as copy:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as copy:  # it may be closed
                 name = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 found.add(name.rstrip(b"\0").decode())
     print(json.dumps(sorted(found)))

@@ -151,12 +151,25 @@ def test_a_new_communicator_of_ranks_that_have_called_much_before() -> None:
 
 def test_a_rank_that_waits_in_something_unknown() -> None:
     """Nothing is known of the communicator in which the sender is."""
-    verdict = judge(
-        waits(before(record(OpCode.RECV, 1, peer=1)), before(record(OpCode.BARRIER, 0, communicator=9)), [], [])
-    )
+    unknown = before(record(OpCode.BARRIER, 0, communicator=9))
+    verdict = judge(waits(before(record(OpCode.RECV, 1, peer=1)), unknown, [], []))
     assert verdict.ranks == (1,)
     assert verdict.text.startswith("Rank 1 does not send in the recv from rank 1 of "), verdict.text
-    assert "rank 1 is in barrier #0" in verdict.text
+    assert "rank 1 is in barrier #0" in verdict.text and verdict.text.endswith("others may hold it up.")
+    # Rank 2 receives what rank 1 sends, which also waits for rank 3.
+    sends = before(record(OpCode.SEND, 1, peer=2), record(OpCode.RECV, 1, peer=3))
+    verdict = judge(
+        waits(before(record(OpCode.RECV, 1, peer=1)), sends, before(record(OpCode.RECV, 1, peer=1)), unknown)
+    )
+    assert verdict.ranks == (3,), verdict.text
+
+
+def test_a_slow_operation_of_others_is_told_of_and_names_no_rank() -> None:
+    both = (WORLD, Group(8, "0.1", (1, 2, 3)))
+    inside = RankState(groups=both, records=tuple(before(record(OpCode.ALL_REDUCE, 0, communicator=8))))
+    verdict = judge(waits(RankState(groups=both, records=tuple(before(SUM))), inside, inside, inside))
+    assert verdict.ranks == () and "No rank holds it up" in verdict.text
+    assert "come to all_reduce #0 of 32 x int16 on communicator 0.1 of ranks 1-3 that ranks 1-3 are in" in verdict.text
 
 
 def test_what_a_stack_says_of_a_rank_with_operations_under_way() -> None:

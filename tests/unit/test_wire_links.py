@@ -20,7 +20,7 @@ def looks(monkeypatch):
     monkeypatch.setattr(rails.heartbeat, "answers", lambda connection: False)
     records = [SimpleNamespace(sent=0, received=0, ping=0) for _ in range(2)]
     carrier = SimpleNamespace(add_link=lambda: 0, rails=records, drop=dropped.append)
-    link = links.Link(links.Process(0, b"", carrier, None, 10.0, lambda rank: (), lambda rank, why: None, b""), 1)
+    link = links.Link(links.Process(0, b"", carrier, None, 10.0, lambda rank: (), lambda rank, why: None), 1)
     with socket.socket() as first, socket.socket() as second:
         link.rails = {index: rails.Rail(end, ("", "", index), None) for index, end in enumerate((first, second))}
 

@@ -88,7 +88,7 @@ class Hosts:
                 _call("ip", "netns", "add", namespace)
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
                 if congestion:
-                    _call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {congestion} > {_CONGESTION}")
+                    self._control(namespace, congestion)
             rates = [rate] * links if rate is None or isinstance(rate, str) else rate
             for link in range(links):
                 self._join(link, rates[link], addresses)
@@ -101,6 +101,13 @@ class Hosts:
                     "and iproute2 (ip, tc)"
                 ) from error
             raise
+
+    @staticmethod
+    def _control(namespace: str, congestion: str) -> None:
+        try:
+            _call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {congestion} > {_CONGESTION}")
+        except subprocess.CalledProcessError as error:
+            raise ResourceError(f"cannot choose {congestion} in {_CONGESTION}: {error.stderr.strip()}") from error
 
     def _join(self, link: int, rate: str | None, addresses: Sequence[str]) -> None:
         self.make_interfaces(link)

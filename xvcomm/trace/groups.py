@@ -22,7 +22,8 @@ def write(memory: memoryview, group: Group) -> bool:
     for at in _places():
         if not _ident(memory, at):
             memory[at + _HEAD.size : at + RECORD_BYTES] = _text(group).ljust(_TEXT_BYTES, b"\0")
-            _HEAD.pack_into(memory, at, group.ident, group.opened)
+            _HEAD.pack_into(memory, at, 0, group.opened)
+            _IDENT.pack_into(memory, at, group.ident)
             return True
     return False
 

@@ -106,6 +106,10 @@ class Explainer:
             return ""
         return f" on communicator {wait.group.name} of ranks {brief(wait.group.ranks)}"
 
+    def inside(self, wait: Wait) -> str:
+        """That a rank is in an operation, with its line."""
+        return f"rank {wait.rank} is in {self.describe(wait)} since {self.since(wait)}, {wait.record.call_site}"
+
     def tell(self, rank: int) -> str:
         """What a rank does, with its line."""
         state = self._waits.snapshot.ranks.get(rank)
@@ -120,8 +124,7 @@ class Explainer:
             else "it had not called any operation"
         )
         if condition in (Condition.WAITS, Condition.LISTENS):
-            wait = self._waits.all[rank][-1]
-            return f"{it} is in {self.describe(wait)} since {self.since(wait)}, {wait.record.call_site}"
+            return self.inside(self._waits.all[rank][-1])
         if condition in (Condition.BUSY, Condition.ELSEWHERE):
             at = stack.parse(state.stack)
             where = f" in {at.frames[0]}" + _caller(at) if at is not None else ""
@@ -152,11 +155,10 @@ class _Judge:
         cycle = self._cycle()
         if cycle:
             return self._circular(cycle)
-        last = next((wait for wait in reached if wait.why is Why.INSIDE or not wait.peers), self._start)
-        before = next((wait for wait in reached if last.rank in wait.peers and wait.why is not Why.INSIDE), None)
-        if last is self._start or before is None:
-            return self._stuck(self._start)
-        return self._held_up(before, (last.rank,))
+        unknown = next((wait for wait in reached if wait.group is None and wait is not self._start), None)
+        if unknown is not None:
+            return self._out_of_sight(next(wait for wait in reached if unknown.rank in wait.peers), unknown)
+        return self._stuck(next((wait for wait in reached if wait.why is Why.INSIDE), self._start))
 
     def _reached(self) -> list[Wait]:
         """The waits that the first one leads to, the nearest first. Ranks that do not wait themselves lead no further."""
@@ -186,19 +188,27 @@ class _Judge:
                         paths.extend((*path, wait) for wait in self._waits.all.get(peer, ()))
         return best
 
-    def _held_up(self, wait: Wait, ranks: tuple[int, ...]) -> Verdict:
+    def _missed(self, wait: Wait, ranks: tuple[int, ...]) -> str:
+        """What ranks have not done for an operation."""
         who, op, waiting = _ranks(ranks), self._words.describe(wait), self._all_in(wait)
         if wait.why is Why.ABSENT:
-            text = f"{who} never called {op} that {waiting}"
-        elif wait.why in (Why.INSIDE, Why.BEHIND):
-            text = f"{who} {_be(ranks)} in {op}, too, that {waiting}"
-        else:
-            does = "receive" if wait.why is Why.NO_RECEIVE else "send"
-            text = f"{who} {'does' if len(ranks) == 1 else 'do'} not {does} in the {op} that {waiting}"
+            return _capital(f"{who} never called {op} that {waiting}")
+        if wait.why in (Why.INSIDE, Why.BEHIND):
+            return _capital(f"{who} {_be(ranks)} in {op}, too, that {waiting}")
+        does = "receive" if wait.why is Why.NO_RECEIVE else "send"
+        return _capital(f"{who} {'does' if len(ranks) == 1 else 'do'} not {does} in the {op} that {waiting}")
+
+    def _out_of_sight(self, wait: Wait, unknown: Wait) -> Verdict:
+        """A rank that is waited for is in an operation of a communicator of which nothing is known."""
+        ranks = (unknown.rank,)
+        text = f"{self._missed(wait, ranks)}: {self._words.inside(unknown)}"
+        return Verdict(f"{text}. Nothing is known of its communicator: others may hold it up.", ranks)
+
+    def _held_up(self, wait: Wait, ranks: tuple[int, ...]) -> Verdict:
         said = "; ".join(self._words.tell(rank) for rank in ranks[:_NAMED])
         more = f"; and {len(ranks) - _NAMED} others" if len(ranks) > _NAMED else ""
         advice = _ADVICE[self._waits.condition(ranks[0])]
-        return Verdict(f"{_capital(text)}: {said}{more}. {advice}", ranks)
+        return Verdict(f"{self._missed(wait, ranks)}: {said}{more}. {advice}", ranks)
 
     def _difference(self, wait: Wait) -> Verdict:
         difference = self._waits.first_difference()
@@ -270,7 +280,6 @@ _ADVICE = {
     Condition.BUSY: "Look at what it does there, or give the operation more time.",
     Condition.ELSEWHERE: "Look at what it does there, or give the operation more time.",
     Condition.LISTENS: "It waits for a message of any rank.",
-    Condition.WAITS: "No rank is known to hold that up: it is slow, or what carries it is stuck (a link, a device).",
     Condition.SILENT: "Look whether its host and its network work.",
 }
 

@@ -14,17 +14,10 @@ _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
 
 
-_NAME_BYTES = 16
-
-
-def congestion_control(listener: socket.socket) -> bytes:
-    """TCP's congestion control of the connections that a socket accepts."""
-    return listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
-
-
-def set_up(connection: socket.socket, congestion: bytes) -> None:
-    """Make a connection a rail's, with this congestion control."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
+def set_up(connection: socket.socket, congestion: str) -> None:
+    """Make a connection a rail's, with this congestion control; with the system's if it is empty."""
+    if congestion:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 

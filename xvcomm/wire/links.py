@@ -57,8 +57,8 @@ class Process:
     timeout: float
     routes: Callable[[int], Sequence[Route]]
     lost: Callable[[int, str], None]
-    congestion: bytes  # TCP's congestion control
     cards: Cards | None = None
+    congestion: str = ""  # TCP's congestion control
     blocked: set[str] = field(default_factory=set)  # addresses of which was said that they are
     said: set[tuple[str, str]] = field(default_factory=set)  # the same of RDMA, with the reason
 

@@ -28,7 +28,7 @@ from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import RDMA, Ends, Route
 from xvcomm.wire import handshake, pair_trials
 from xvcomm.wire.carrier import Carrier
-from xvcomm.wire.connections import congestion_control, ends, hang_up
+from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
 from xvcomm.wire.links import DRAIN_SECONDS, Link, Process
 from xvcomm.wire.questions import Questions
@@ -56,7 +56,7 @@ class Network:
     def __init__(
         self, rank: int, size: int, key: bytes, listeners: Sequence[socket.socket], routes: Callable[[int], Sequence[Route]],
         timeout: float, spins: int, threads: int, tls: Tls | None, lost: Callable[[int, str], None], left: Callable[[int], None],
-        cards: Cards | None = None, asynchronous: bool = False,
+        cards: Cards | None = None, asynchronous: bool = False, congestion: str = "",
     ) -> None:  # fmt: skip
         """Begin to accept connections.
 
@@ -72,14 +72,14 @@ class Network:
             lost, left: called for a rank whose process has died or cannot be reached, with the reason; that has left.
             cards: RDMA devices for the routes of RDMA; they stay the caller's, who closes them after the network.
             asynchronous: whether a thread may wait for messages and keep the interpreter lock, as in a GPU's driver.
+            congestion: TCP's congestion control of the connections; the system's if left out.
 
         Raises:
             ResourceError: the system refuses a thread; the listeners stay the caller's.
         """
         self._size, self._listeners, self._left, self._asynchronous = size, listeners, left, asynchronous
         self.carrier = Carrier(spins, threads)
-        congestion = congestion_control(listeners[0])
-        self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, congestion, cards)
+        self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, cards, congestion)
         self._questions = Questions(self.carrier)
         self._links: dict[int, Link] = {}
         self._of_number: dict[int, Link] = {}

@@ -20,7 +20,7 @@ from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 
 _WHY = "its process has ended: its connection to the job's store is closed"
-_POST_SECONDS = 2.0
+_POST_SECONDS, _AGAIN_SECONDS, _TRIES = 2.0, 0.5, 10
 _PLACE = "deaths"
 
 
@@ -168,29 +168,32 @@ class Elsewhere:
         if not self._over:
             with contextlib.suppress(XvcommError):
                 self._transport(self._tried).meet(self._tried)
-        unsent = list[Stop | Departure]()
+        unsent, failed = list[Stop | Departure](), 0
         end: _End | None = None
         while end is None:
-            news, end = self._gathered()
+            news, end = self._gathered(_AGAIN_SECONDS if unsent and failed < _TRIES else None)
             unsent += news
             if unsent or (end is not None and end.leaves):
                 notice = _Notice(self._rank, left=end is not None and end.leaves, news=tuple(unsent))
-                with contextlib.suppress(
-                    XvcommError
-                ):  # what may not have gone out goes with the next: to hear it twice is harmless
+                failed += 1
+                with contextlib.suppress(XvcommError):
                     notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
-                    unsent = []
+                    unsent, failed = [], 0  # else it may have gone out nevertheless: to hear it twice is harmless
 
-    def _gathered(self) -> tuple[list[Stop | Departure], _End | None]:
-        """All that is to be posted, at least one: a slow store gets few notices, and a rank that leaves waits for two at most."""
+    def _gathered(self, seconds: float | None) -> tuple[list[Stop | Departure], _End | None]:
+        """All that is to be posted: a slow store gets few notices, and a rank that leaves waits for two at most.
+
+        Args:
+            seconds: to wait for the first; without end if None.
+        """
         news: list[Stop | Departure] = []
-        item = self._outbox.get()
-        while not isinstance(item, _End):
-            news.append(item)
-            try:
+        try:
+            item = self._outbox.get(timeout=seconds)
+            while not isinstance(item, _End):
+                news.append(item)
                 item = self._outbox.get_nowait()
-            except Empty:
-                return news, None
+        except Empty:
+            return news, None
         return news, item
 
     def _follow(self) -> None:
