@@ -24,7 +24,7 @@ def train(root):
 def figures(train, mode, **speeds):
     ways = {"mixed": "xvcomm, two islands", "nccl": "nccl", "gloo": "gloo"}
     return [
-        train.Figure(ways[name], mode, 2, float(speed), [], name == "mixed", "2026-01-01", failed=not speed)
+        train.Figure(ways[name], mode, 2, float(speed), [], name == "mixed", "2026-01-01", "GPU", failed=not speed)
         for name, speed in speeds.items()
     ]
 
