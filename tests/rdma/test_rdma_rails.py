@@ -134,6 +134,8 @@ def test_late_writes_find_slots_of_their_own(make, monkeypatch):
     hosts = make(pairs=1)
     producer, consumer = hosts.rings()
     hosts.meet()
+    while not hosts.bytes_by_rdma():  # on a busy machine the first message may go over the socket
+        carry(hosts, (producer, consumer), [1])
     sent = [np.full(LAYOUT.capacity - 1, value, np.uint8) for value in (1, 2)]
     received = [np.zeros_like(data) for data in sent]
     come, late, go = threading.Event(), threading.Event(), threading.Event()
@@ -164,7 +166,7 @@ def test_late_writes_find_slots_of_their_own(make, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         receiver = pool.submit(receive)
         sender = pool.submit(lambda: [put(hosts.devices[0], producer, data, n) for n, data in enumerate(sent)])
-        until(lambda: hosts.bytes_by_rdma() - before >= sent[0].nbytes)  # its WRITEs are under way
+        until(lambda: hosts.bytes_by_rdma() - before >= sent[0].nbytes // 2)  # its WRITEs are under way
         hosts.cards[0].report("PORT_ERR", [here])
         early = come.wait(0.5)
         late.set()
