@@ -87,6 +87,17 @@ def never_called(job):
         job.a.all_reduce(job.x)
 
 
+def never_called_in_a_new_communicator(job):
+    """Flight recorders tell only of the newest operations."""
+    for _ in range(100):
+        job.over.barrier()
+    with job.over.split(0) as new:
+        if job.rank == 2:
+            job.compute()
+        else:
+            new.barrier(timeout=TIMEOUT)
+
+
 def two_never_called(job):
     if job.rank in (1, 3):
         job.compute()
@@ -294,6 +305,7 @@ BUSY = r"rank {0} is outside xvcomm in .*test_deadlocks\.py:\d+"
 CASES = {
     never_called: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in since .*test_deadlocks\.py:\d+.*: "
     + r"rank 2 is outside xvcomm in compute",
+    never_called_in_a_new_communicator: r"Rank 2 never called barrier #0 .*: " + BUSY.format(2),
     two_never_called: r"Ranks 1 and 3 never called all_gather #1 .* ranks 0 and 2 are in",
     blocked_in_a_system_call: r"Rank 1 never called barrier #1 .*in blocked_in_a_system_call",
     holds_the_interpreter_lock: r"Rank 3 never called all_reduce #1 .*in holds_the_interpreter_lock",
@@ -327,8 +339,8 @@ CASES = {
     stages_wait_for_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
 }  # fmt: skip
 ON_ONE_HOST = (
-    never_called, holds_the_interpreter_lock, stopped, in_a_receive_instead, communicators_swapped, everyone_sends,
-    chain_over_communicators, uneven_loop_and_end, sizes_differ,
+    never_called, never_called_in_a_new_communicator, holds_the_interpreter_lock, stopped, in_a_receive_instead,
+    communicators_swapped, everyone_sends, chain_over_communicators, uneven_loop_and_end, sizes_differ,
 )  # fmt: skip
 ON_GPUS = (never_called, communicators_swapped, in_a_receive_instead, everyone_receives, uneven_loop, roots_differ)
 DIFFER = (collective_in_one_branch, roots_differ, sizes_differ)
