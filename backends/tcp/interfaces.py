@@ -98,7 +98,7 @@ def listen(config: Config) -> tuple[list[socket.socket], Place]:
     found = usable(config)
     sockets = _bind([_LOOPBACK, *(str(ip_interface(address).ip) for _, address in found)], config)
     if config.tcp_congestion:
-        _control(sockets, config.tcp_congestion)
+        _choose_congestion(sockets, config.tcp_congestion)
     loopback, *ports = (int(listener.getsockname()[1]) for listener in sockets)
     addresses = [Address(name, address, port) for (name, address), port in zip(found, ports, strict=True)]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -124,7 +124,7 @@ def _bind(hosts: Sequence[str], config: Config) -> list[socket.socket]:
     raise ResourceError(f"cannot listen on {why}; allow more ports")
 
 
-def _control(sockets: Sequence[socket.socket], congestion: str) -> None:
+def _choose_congestion(sockets: Sequence[socket.socket], congestion: str) -> None:
     """Choose the congestion control of connections that are accepted here."""
     try:
         for listener in sockets:

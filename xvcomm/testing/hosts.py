@@ -88,7 +88,7 @@ class Hosts:
                 _call("ip", "netns", "add", namespace)
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
                 if congestion:
-                    self._control(namespace, congestion)
+                    self._choose_congestion(namespace, congestion)
             rates = [rate] * links if rate is None or isinstance(rate, str) else rate
             for link in range(links):
                 self._join(link, rates[link], addresses)
@@ -103,7 +103,7 @@ class Hosts:
             raise
 
     @staticmethod
-    def _control(namespace: str, congestion: str) -> None:
+    def _choose_congestion(namespace: str, congestion: str) -> None:
         try:
             _call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {congestion} > {_CONGESTION}")
         except subprocess.CalledProcessError as error:
