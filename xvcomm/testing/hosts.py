@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ _LAUNCHERS = (
 )  # fmt: skip
 """Beginnings of the names of their variables."""
 _GRACE_SECONDS = 5.0
+_LINK_SECONDS = 30.0
+_CARRYING = ("UP", "UNKNOWN")  # a tunnel's state is never known
 _CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 _NEW_NETWORK, _NEW_MOUNTS, _NEW_NAME = 0x40000000, 0x20000, 0x4000000
 _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x1000, 0x4000, 1 << 18, 2
@@ -92,6 +95,7 @@ class Hosts:
             rates = [rate] * links if rate is None or isinstance(rate, str) else rate
             for link in range(links):
                 self._join(link, rates[link], addresses)
+            self._await_links(links)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError | subprocess.CalledProcessError):
@@ -121,6 +125,17 @@ class Hosts:
                 shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "20ms")
                 _call("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *shape)
             self.ip(side, "link", "set", end, "up")
+
+    def _await_links(self, links: int) -> None:
+        """Wait until the kernel carries packets over all links: on a busy machine it drops them for seconds before."""
+        waiting = {self.interface(side, link) for side in range(2) for link in range(links)}
+        end = time.monotonic() + _LINK_SECONDS
+        while waiting:
+            for side in range(2):
+                found = json.loads(self.ip(side, "-j", "link", "show"))
+                waiting -= {link["ifname"] for link in found if link["operstate"] in _CARRYING and "LOWER_UP" in link["flags"]}
+            if waiting and time.monotonic() > end:
+                raise OSError(f"{', '.join(sorted(waiting))} did not come up within {_LINK_SECONDS:.0f} s")
 
     def make_interfaces(self, link: int) -> None:
         """Make the two interfaces of a link, one on each host; a subclass may join the hosts otherwise.
