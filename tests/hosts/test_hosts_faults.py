@@ -356,6 +356,16 @@ def test_stopped(two_hosts, rank, seconds):
     two_hosts.unharmed(ranks)
 
 
+def test_stopped_with_full_buffers(two_hosts):
+    """Nor is one that was sent more than its sockets take, so that its host acknowledges nothing more."""
+    shrink_buffers(two_hosts)
+    ranks = two_hosts.begun(env={"XVCOMM_PEER_TIMEOUT": "1.5"})
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    two_hosts.unharmed(ranks)
+
+
 def test_stopped_for_good(two_hosts):
     """A rank that waits for a stopped process raises an error at the deadline."""
     ranks = two_hosts.begun(env={"XVCOMM_PEER_TIMEOUT": "1.5", "XVCOMM_TIMEOUT": "8"})
@@ -399,11 +409,16 @@ def test_leaving_beside_a_stopped_process():
     assert seconds < 8
 
 
-def test_full_buffers(two_hosts):
-    """Sockets that take little at a time cost time only."""
+def shrink_buffers(hosts):
+    """Let all sockets of these hosts take little at a time."""
     for side in range(2):
         for name in ("rmem", "wmem"):
-            two_hosts.begin(side, "sysctl", "-w", f"net.ipv4.tcp_{name}=4096 4608 8192").communicate()
+            hosts.begin(side, "sysctl", "-w", f"net.ipv4.tcp_{name}=4096 4608 8192").communicate()
+
+
+def test_full_buffers(two_hosts):
+    """Sockets that take little at a time cost time only."""
+    shrink_buffers(two_hosts)
     two_hosts.run("collectives")
 
 

@@ -234,7 +234,8 @@ def test_topology(two_hosts, tmp_path):
 @pytest.mark.parametrize("two_hosts", [{"addresses": [SIX]}], indirect=True)
 def test_who_reaches_whom_by_six(two_hosts):
     found = json.loads(reach(two_hosts, "--json"))
-    assert [rail["local"] for rail in found["rails"]] == ["fd77::1", "fd77:1::1", "fd77::2", "fd77:1::2"], found["blocked"]
+    locals_of_rails = [rail["local"] for rail in found["rails"]]
+    assert locals_of_rails == ["fd77::1", "fd77:1::1", "fd77::2", "fd77:1::2"], found["blocked"]
 
 
 @pytest.mark.parametrize("launcher", ["xvcomm run -n 4 --", "mpirun --allow-run-as-root --oversubscribe -n 4"])

@@ -39,6 +39,12 @@ def begin(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _FOREVER_MS)
 
 
+def end(sock: socket.socket) -> None:
+    """Let the kernel ask no more: the connection ends again if the network fails for as long as the system has it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+
+
 def silence(sock: socket.socket) -> float:
     """Seconds since the other host has acknowledged anything, or longer if it does not acknowledge what was sent before; 0 if the
     system does not tell, or the socket is closed.

@@ -132,8 +132,9 @@ class Hosts:
         end = time.monotonic() + _LINK_SECONDS
         while waiting:
             for side in range(2):
-                found = json.loads(self.ip(side, "-j", "link", "show"))
-                waiting -= {link["ifname"] for link in found if link["operstate"] in _CARRYING and "LOWER_UP" in link["flags"]}
+                for link in json.loads(self.ip(side, "-j", "link", "show")):
+                    if link["operstate"] in _CARRYING and "LOWER_UP" in link["flags"]:
+                        waiting.discard(link["ifname"])
             if waiting and time.monotonic() > end:
                 raise OSError(f"{', '.join(sorted(waiting))} did not come up within {_LINK_SECONDS:.0f} s")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from xvcomm.abc import transport as abc
 from xvcomm.abc.cards import Cards
 from xvcomm.errors import AuthenticationError, ResourceError, XvcommError
+from xvcomm.system import heartbeat
 from xvcomm.system.notice import notice
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import MAX_RAILS, RDMA, Ends, Route
@@ -88,6 +89,7 @@ class Link:
         self._received = 0
         self._search = Search(())
         self._trouble = ""
+        self._shaking: set[socket.socket] = set()  # connections whose handshake has not ended
         self._stir = asyncio.Event()
         self._hurries = False  # whether to try all routes at once, since any answer of the host will do
 
@@ -156,9 +158,12 @@ class Link:
         own, before, used = self._own, self._seen, False
         connection = await connect(route)
         self._seen = self._accepted = time.monotonic()  # its host answers, however long its process is busy
+        self._shaking.add(connection)
         try:
+            heartbeat.begin(connection, own.timeout)
             async with asyncio.timeout(handshake.SECONDS):
                 key = await handshake.connect(connection, own.key, own.rank, self.rank, route.number, route.gids)
+                heartbeat.end(connection)
                 both = ends(connection, route.number, route.gids)
                 if self._search.fits(route, self._up()) and not self.gone:
                     await self.use(connection, both, key, accepting=False)
@@ -167,6 +172,7 @@ class Link:
             self._seen = before
             raise
         finally:
+            self._shaking.discard(connection)
             if not used:
                 connection.close()
 
@@ -228,10 +234,11 @@ class Link:
                 self._lose(why)
             return
         self._troubles.excuse()
-        search, timeout = self._search, self._own.timeout
-        if search.ended() and time.monotonic() - self._seen > _NOTICE_SECONDS:
+        search, timeout, now = self._search, self._own.timeout, time.monotonic()
+        self._seen = max(self._seen, *(now - heartbeat.silence(connection) for connection in self._shaking), -math.inf)
+        if search.ended() and now - self._seen > _NOTICE_SECONDS:
             why = f"nothing listens any more where it did ({told(search.failures)})"
-        elif time.monotonic() - self._seen > timeout and search.waited():
+        elif now - self._seen > timeout and search.waited():
             why = f"it cannot be reached ({self._trouble or told(search.failures) or 'no connection'}); {_REMEDY}"
         else:
             return
