@@ -25,6 +25,7 @@ from xvcomm.cli.bench.report import Setting, Table, plot, read_json, write_csv, 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.rendezvous.environment import discover
+from xvcomm.testing.inside import context
 from xvcomm.types.dtype import DTYPES
 
 
@@ -43,7 +44,7 @@ def measure_all(options: Options) -> int:
         memory = memory_of(comm)
         devices = meeting.exchange(f"{memory.kind} {memory.name}")
         rehearsal = any(meeting.exchange(Config.from_env().island is not None))
-        setting = Setting.of(comm.topology, devices, rehearsal, comm._context.rings.schemes())
+        setting = Setting.of(comm.topology, devices, rehearsal, context(comm).rings.schemes())
         with _rendezvous(meeting) as rendezvous:
             records = _run(options, comm, meeting, memory, setting, rendezvous)
     if comm.rank == 0 and options.csv:
