@@ -13,6 +13,11 @@ def test_a_shape_is_prepared_when_it_comes_again() -> None:
     assert made == ["a"] and launches.find("a") == "launch of a" and launches.find("b") is None
 
 
+def test_a_shape_is_prepared_at_once() -> None:
+    launches = LaunchCache(enabled=True)
+    assert launches.prepare("a", lambda: "launch", at_once=True) == launches.find("a") == "launch"
+
+
 def test_a_shape_that_cannot_be_compiled_is_asked_once() -> None:
     launches, asked = LaunchCache(enabled=True), list[int]()
     for _ in range(5):

@@ -22,11 +22,12 @@ class LaunchCache:
         self.find = self._launches.get
         """The launch of a shape; None if there is none. What is found must be kept until it has run."""
 
-    def prepare(self, shape: Hashable, make: Callable[[], Any]) -> Any:
-        """Make the launch of a shape that `find` has not found, if the shape was seen before: most occur only once.
+    def prepare(self, shape: Hashable, make: Callable[[], Any], *, at_once: bool = False) -> Any:
+        """Make the launch of a shape that `find` has not found.
 
         Args:
             make: gives the launch; None if compiled code cannot run this shape, which is then not asked again.
+            at_once: make it also where the shape is new. Most occur only once, and some launches keep much memory.
 
         Returns:
             The launch, or None.
@@ -34,7 +35,7 @@ class LaunchCache:
         if not self.enabled or shape in self._launches:
             return None
         self._make_room()
-        if shape not in self._seen:
+        if not at_once and shape not in self._seen:
             self._seen.add(shape)
             return None
         found = self._launches[shape] = make()

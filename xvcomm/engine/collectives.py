@@ -69,10 +69,10 @@ class Collectives(ABC):
     ) -> tuple[Event | None, Ends]:
         """Run a plan; gives the event after it, if there is one, and the ring ends that it uses."""
 
-    def _launch_of(self, call: CollectiveRequest) -> Any:
-        """What `prepare` has given for this shape; asks for it when the shape comes for the second time."""
+    def _launch_of(self, call: CollectiveRequest, *, at_once: bool = False) -> Any:
+        """What `prepare` has given for this shape; see `LaunchCache.prepare`."""
         launches, shape = self._context.launches, call.shape()
-        return launches.find(shape) or launches.prepare(shape, partial(self.prepare, call))
+        return launches.find(shape) or launches.prepare(shape, partial(self.prepare, call), at_once=at_once)
 
     def _perform(self, call: CollectiveRequest, on: Stream) -> tuple[Operation, Event | None, Ends]:
         """Begin a collective and run it by Python; gives the operation, and what `_carry_out` gives."""
@@ -97,7 +97,6 @@ class HostCollectives(Collectives):
         super().__init__(context)
         self._gate = HostGate(context)
         self._worker = OrderedWorker(f"xvcomm-{context.path}")
-        self._stream = context.device.streams(1)[0]
         context.lifecycle.on_close(self._close)
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
@@ -110,7 +109,9 @@ class HostCollectives(Collectives):
         self._admit(call)
         if self._worker.pending:
             return self._submit(call).result()
-        ready: PreparedCall | None = None if self._alone else self._launch_of(call)
+        # A launch of the native library alone costs what Python's way does, and keeps little.
+        native = self._native_only and self._context.joined_native() is not None
+        ready: PreparedCall | None = None if self._alone else self._launch_of(call, at_once=native)
         if ready is not None and ready.run(
             *call.addresses, call.call_site or find_call_site(_INSIDE), call.deadline.at
         ):
@@ -135,7 +136,8 @@ class HostCollectives(Collectives):
             found = self._executor.prepare(self._context.planner.plan(call.request()), call)
         if found is None:
             return None
-        self._gate.admit(call.op)
+        if not self._gate.open:
+            self._gate.admit(call.op)
         return PreparedCall(self._context, self._gate, call, found)
 
     def _admit(self, call: CollectiveRequest) -> None:
@@ -158,7 +160,7 @@ class HostCollectives(Collectives):
 
     def _run(self, call: CollectiveRequest) -> Any:
         with self._gate:
-            operation, _, _ = self._perform(call, self._stream)
+            operation, _, _ = self._perform(call, self._gate.stream)
             self._context.end(operation)
             return call.result()
 

@@ -1,9 +1,9 @@
 """Collectives on host memory that compiled code runs from beginning to end, without the interpreter and its lock.
 
-They serve shapes that were called before, and callers in compiled code, such as JAX's handlers. `run` numbers the
-collective, writes the flight recorder, posts and compares the contract check, and runs the native library's kernel, or moves
-the messages between islands. What it cannot end, `PreparedCall.finish` ends in Python: it waits, checks the deadline, and
-raises.
+They serve shapes of the native library, other shapes from the second call on, and callers in compiled code, such as JAX's
+handlers. `run` numbers the collective, writes the flight recorder, posts and compares the contract check, and runs the native
+library's kernel, or moves the messages between islands. What it cannot end, `PreparedCall.finish` ends in Python: it waits,
+checks the deadline, and raises.
 
 A gate, one word for each communicator, lets either compiled code or Python run a collective. Python opens it to compiled
 code with the first prepared call; before that it costs nothing.
@@ -113,6 +113,7 @@ class HostGate(LaunchGate):
         super().__init__(context, threading.Lock())
         self._counting = threading.Lock()
         self._record = _Gate()
+        self.stream = context.device.streams(1)[0]
         self.address = ctypes.addressof(self._record)
 
     def __enter__(self) -> None:
@@ -177,7 +178,7 @@ class PreparedCall:
             gate.address, tuple(self._message), call.call_site, prepared.function, prepared.argument, _NONE
         )
         self.address = ctypes.addressof(self._record)
-        self._stream = context.device.streams(1)[0]
+        self._stream = gate.stream
 
     def run(self, src: int, dst: int, call_site: int, until: float) -> bool:
         """Run it on these addresses until `until`, see `Deadline.at`; False if nothing has begun, and Python must run it.
