@@ -39,6 +39,7 @@ import pytest
 SHM = Path("/dev/shm")
 GRACE_SECONDS = 2.0
 MARK = "LEAK_CHECK_OF"
+KERNEL = 2  # the parent of the kernel's threads
 # Jobs of this run have it in the names of their files, but those that tests start without any XVCOMM_ variable.
 OURS = f"test{os.getpid()}"
 os.environ["XVCOMM_JOB"] = OURS
@@ -243,15 +244,21 @@ def _processes() -> frozenset[int]:
     mark = f"{MARK}={mine}".encode()
     parents: dict[int, int] = {}
     marked: set[int] = set()
+    unknown: set[int] = set()
     with os.scandir("/proc") as entries:
         looked_at = [place for entry in entries if (place := (entry.name, entry.inode())) not in _others]
     for name, _ in looked_at:
         with contextlib.suppress(OSError, ValueError):
             parents[int(name)] = int(_read(f"/proc/{name}/stat").rpartition(b")")[2].split()[1])
-            if mark in _read(f"/proc/{name}/environ").split(b"\0"):
+            environ = _read(f"/proc/{name}/environ")
+            if mark in environ.split(b"\0"):
                 marked.add(int(name))
+            elif not environ and parents[int(name)] != KERNEL:
+                unknown.add(int(name))  # it has none for the moment in which it begins a program
     found = {pid for pid in parents if pid in marked or _descends(pid, mine, parents)}
-    _others.update(place for place in looked_at if not place[0].isdigit() or int(place[0]) in parents.keys() - found)
+    _others.update(
+        place for place in looked_at if not place[0].isdigit() or int(place[0]) in parents.keys() - found - unknown
+    )
     return frozenset(pid for pid in found - {mine} if not any(helper in _command(pid).encode() for helper in HELPERS))
 
 
