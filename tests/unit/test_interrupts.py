@@ -60,6 +60,27 @@ def test_an_interrupt_is_delayed_until_the_block_ends():
     assert done == [True] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_other_signals_are_delayed_too():
+    came = []
+
+    def stumble(number, frame):
+        came.append(number)
+        raise ValueError(number)
+
+    numbers = (signal.SIGUSR2, signal.SIGALRM)
+    before = [signal.signal(number, stumble) for number in numbers]
+    try:
+        with pytest.raises(ValueError), held_back():
+            for number in numbers:
+                signal.raise_signal(number)
+            assert came == []
+        assert sorted(came) == sorted(numbers)
+        assert all(signal.getsignal(number) is stumble for number in numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def test_an_interrupt_that_is_ignored_stays_so():
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,12 +1,13 @@
-"""SIGINT (Ctrl-C): delays it during calls that it would break, and keeps xvcomm's internals out of its traceback."""
+"""Signals: delays their handlers during calls that these would break, and keeps xvcomm's internals out of Ctrl-C's traceback."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,24 +15,39 @@ from types import FrameType, TracebackType
 _HERE = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_SIGNALS: list[int] = sorted(signal.valid_signals())
+Handler = Callable[[int, FrameType | None], object]
 _installed = False
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Delay SIGINT until the block ends, for library calls that an interrupt leaves in a broken state. Main thread only."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """Delay Python's signal handlers, such as that of Ctrl-C, until the block ends. Main thread only.
+
+    For library calls that an exception of a handler leaves in a broken state.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    handlers: dict[int, Handler] = {
+        number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))
+    }
+    arrived: dict[int, FrameType | None] = {}
     try:
+        for number in handlers:
+            signal.signal(number, arrived.setdefault)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if arrived:
-            handler(*arrived[0])
+        with contextlib.ExitStack() as last:  # makes each call, also after one that raises
+            last.callback(_deliver, handlers, arrived)
+            for number, handler in handlers.items():
+                last.callback(signal.signal, number, handler)
+
+
+def _deliver(handlers: Mapping[int, Handler], arrived: Mapping[int, FrameType | None]) -> None:
+    with contextlib.ExitStack() as calls:
+        for number, frame in arrived.items():
+            calls.callback(handlers[number], number, frame)
 
 
 def print_shortly() -> None:
