@@ -68,5 +68,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         import importlib
 
+        from xvcomm.system import interrupts
+
+        interrupts.print_shortly()
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'xvcomm' has no attribute {name!r}")

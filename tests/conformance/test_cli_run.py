@@ -202,6 +202,7 @@ def test_ctrl_c_ends_ranks_that_ignore_it(script, tmp_path):
 
 WAITING = """
 import numpy, xvcomm
+open(f'{sys.argv[1]}/begun.{rank}', 'w')
 comm = xvcomm.init()
 x = numpy.zeros(4)
 open(f'{sys.argv[1]}/ready.{rank}', 'w')
@@ -231,7 +232,8 @@ def test_ctrl_c_while_kernels_are_compiled_does_not_show_the_compiler(script, tm
     cache = tmp_path / "kernels"
     env = {**ENV, "XVCOMM_KERNEL_CACHE": str(cache)}
     process = start("-n", "2", "--grace", "50", script(WAITING), str(tmp_path), env=env)
-    for lines in interrupted_at(process, (cache / "lock").exists):
+    begun = [cache / "lock", *(tmp_path / f"begun.{rank}" for rank in range(2))]
+    for lines in interrupted_at(process, lambda: all(file.exists() for file in begun)):
         text = "\n".join(lines)
         assert len(lines) <= 12 and "comm = xvcomm.init()" in text
         assert "numba" not in text and "another exception" not in text and "_Missing" not in text
