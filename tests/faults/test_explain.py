@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -42,21 +43,24 @@ comm.all_reduce(np.ones(16))
 
 
 class Hang:
-    """A job whose ranks hang, and what it has written."""
+    """A job whose ranks hang, and what it has written.
+
+    Attributes:
+        host: the name of one of its hosts, which no other job has; empty if they have no names of their own.
+        pids: its processes, by rank.
+    """
 
     def __init__(self, folder: Path, hosts: str) -> None:
-        script, self._out = folder / "hang.py", folder / "out"
-        script.write_text(HANG)
-        label = (
-            "import os; os.environ['XVCOMM_HOST'] = os.environ['HOSTS'][int(os.environ['RANK'])]\\n" if hosts else ""
-        )
-        script.write_text(label.replace("\\n", "\n") + HANG)
+        script, self._out, tag = folder / "hang.py", folder / "out", secrets.token_hex(3)
+        self.host = tag + hosts[-1] if hosts else ""
+        labels = "import os; os.environ['XVCOMM_HOST'] = os.environ['HOSTS'].split()[int(os.environ['RANK'])]\n"
+        script.write_text((labels if hosts else "") + HANG)
         command = [sys.executable, "-m", "xvcomm", "run", "-n", "4", sys.executable, str(script)]
         self._process = subprocess.Popen(
             command,
             stdout=self._out.open("w"),
             stderr=subprocess.STDOUT,
-            env=os.environ | {"HOSTS": hosts, "XVCOMM_PEER_TIMEOUT": "600"},
+            env=os.environ | {"HOSTS": " ".join(tag + host for host in hosts), "XVCOMM_PEER_TIMEOUT": "600"},
         )
         self.pids: dict[int, int] = {}
         self._until(lambda: len(self._started()) == 4)
@@ -114,6 +118,8 @@ def test_from_another_shell(hang: Hang) -> None:
     verdict_is_right(found.stdout)
     job = found.stdout.split("job ")[1].split(",")[0]
     assert explain(job[:-3]).stdout.splitlines()[1][:60] == found.stdout.splitlines()[1][:60]
+    if hang.host:
+        verdict_is_right(explain(hang.host).stdout)
     told = json.loads(explain("--json", job).stdout)
     assert set(told["ranks"]) == {"0", "1", "2", "3"} and "holds_the_interpreter_lock" in told["ranks"]["2"]["stack"]
 

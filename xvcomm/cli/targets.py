@@ -10,8 +10,8 @@ from xvcomm.trace.live import LiveJob, jobs
 from xvcomm.trace.snapshot import Snapshot, load, load_folder, merge
 
 HELP = (
-    "A running job's name or its beginning, the number of one of its processes, or a folder of dumps or a dump; not needed where "
-    "one job runs on this host."
+    "A running job's name or its beginning, the number of one of its processes, the name of a host on which it runs, or a folder "
+    "of dumps or a dump; not needed where one job runs on this host."
 )
 """What commands say of an argument that names a job."""
 
@@ -46,6 +46,7 @@ def _choose(target: str) -> LiveJob:
     running = jobs()
     pid = int(target) if target.isdigit() else -1
     found = [job for job in running if pid in job.pids or job.roster.job.startswith(target)]
+    found = found or [job for job in running if any(info.hostname == target for info in job.roster.infos)]
     if len(found) == 1:
         return found[0]
     listed = "".join(
@@ -56,6 +57,6 @@ def _choose(target: str) -> LiveJob:
         raise ArgumentError("no job of this user runs on this host; name a folder of dumps (XVCOMM_TRACE_DIR)")
     if not found:
         raise ArgumentError(
-            f"{target!r} is no job of this user on this host, no process of one, and no path; there are:{listed}"
+            f"{target!r} is no job of this user on this host, no process and no host of one, and no path; there are:{listed}"
         )
     raise ArgumentError(f"several jobs run on this host; name one of them:{listed}")
