@@ -309,9 +309,7 @@ def test_a_host_that_does_not_answer(two_hosts):
     ranks = two_hosts.await_begun(two_hosts.start("forsaken", env=env))
     for link in range(2):
         two_hosts.link(link, "down")
-    told = (
-        r"which did not answer; connections from [ab]: 10.77.\S+ to 10.77.\S+ \(tcp\) up, nothing heard for [\d.]+ s, "
-    )
+    told = r"which did not answer; connections from [ab]: .*10.77.\S+ \(tcp\) up, nothing heard for [\d.]+ s, "
     for rank in ranks:
         text = rank.communicate(timeout=60)[0]
         assert re.search(f"DeadlineExceeded: .*it runs on host [ab], {told}nothing acknowledged", text), text

@@ -66,7 +66,7 @@ def test_slow_link_and_small_messages(two_hosts):
     """A link that has all of a message in its buffers before the first part arrives is known by the messages before."""
     text, _ = two_hosts.run("share", 1, 24)
     fast, slow = json.loads(text.splitlines()[-1])
-    assert fast + slow > 24 << 20 and slow < 0.4 * fast
+    assert fast + slow > 24 << 20 and slow < 0.7 * fast  # 0.1 on an idle machine; half of the slots each would be 1
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
