@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from xvcomm.trace.snapshot import Snapshot, load_folder
+
 HANG = """
 import ctypes, os, signal, sys, time
 import numpy as np, xvcomm
@@ -38,6 +40,19 @@ comm = xvcomm.init()
 comm.barrier()
 if comm.rank == 1:
     END
+comm.all_reduce(np.ones(16))
+"""
+BOTH_DIE = """
+import ctypes, os, sys, time
+import numpy as np, xvcomm
+comm = xvcomm.init()
+pids = comm.all_gather_object(os.getpid())
+if comm.rank < 2:
+    time.sleep(100)
+libc = ctypes.PyDLL(None)
+sys.setswitchinterval(100)
+libc.kill(pids[0], 9), libc.kill(pids[1], 9), libc.usleep(300_000)
+sys.setswitchinterval(0.005)
 comm.all_reduce(np.ones(16))
 """
 
@@ -159,3 +174,32 @@ def test_dumps_of_a_job_that_has_ended(tmp_path: Path, end: str, told: str) -> N
         r"Rank 1 never called all_reduce #1 of 16 x float64 that ranks 0 and 2 are in .*end\.py:\d+.*: rank 1 has ended "
         rf"\({told}\)", found.stdout,
     ), found.stdout  # fmt: skip
+
+
+def dumped(folder: Path, script: str, ranks: int = 3) -> Snapshot | None:
+    """The dumps that a job with this program leaves, if there are any."""
+    program, dumps = folder / "program.py", folder / "dumps"
+    program.write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "xvcomm", "run", "-n", str(ranks), sys.executable, str(program)],
+        env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return load_folder(dumps) if dumps.exists() else pytest.fail(done.stderr) if "Traceback" in done.stderr else None
+
+
+@pytest.mark.parametrize(("code", "dumps"), [("", False), ("0", False), ("3", True)])
+def test_a_regular_exit_leaves_no_dump(tmp_path: Path, code: str, dumps: bool) -> None:
+    found = dumped(
+        tmp_path, f"import sys, xvcomm\nwith xvcomm.init() as comm:\n    comm.barrier()\n    sys.exit({code})", 1
+    )
+    assert (found is not None) == dumps
+    if found is not None:
+        assert found.ranks[0].ending == "SystemExit: 3"
+
+
+def test_ranks_that_die_at_once_are_written_down(tmp_path: Path) -> None:
+    """Both are dead before the survivor handles the first death: it holds the interpreter until then."""
+    found = dumped(tmp_path, BOTH_DIE)
+    assert found is not None
+    for rank in (0, 1):
+        assert found.ranks[rank].ending == "its process has ended" and found.ranks[rank].records

@@ -217,7 +217,7 @@ class Lifecycle:
         if tells:  # What this rank tells others from now on, they hear later than this.
             self._rings.tell(Deadline.after(_TELL_SECONDS))
         if first:
-            self._session.explaining.dump(self._session.rank, "")
+            self._session.explaining.dump("")
 
     def hear(self, world_rank: int, news: Stop | Departure) -> None:
         """A rank of another host has stopped or closed the communicator."""

@@ -62,6 +62,7 @@ class Explaining:
         self._answering: Daemon | None = None
         self._writing: Daemon | None = None
         self._dumps: dict[int, RankState] = {}
+        self._dead: dict[int, RankState] = {}
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
         if config.explain:
             with contextlib.suppress(OSError):  # the program or another job has SIGUSR1
@@ -120,23 +121,40 @@ class Explaining:
             self._requests.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """An exception ends what the program does in the job, if there is one."""
-        if error is not None:
-            self.dump(self._rank, f"{type(error).__name__}: {error}")
+        """An exception ends what the program does in the job, if there is one; `sys.exit()` is a regular end."""
+        regular = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not regular:
+            self.dump(f"{type(error).__name__}: {error}")
 
-    def dump(self, rank: int, ending: str) -> None:
-        """Let a thread write what a rank of this host did to XVCOMM_TRACE_DIR, if that is set. Does not wait for the disk.
+    def note_death(self, rank: int, *, writes: bool) -> None:
+        """The process of another rank of this host has died.
+
+        Args:
+            writes: whether this rank is the one to write what the dead ones did; also what a rank that has died since was to write.
+        """
+        if not self._config.trace_dir:
+            return
+        self._dead[rank] = msgspec.structs.replace(self._recorders.state(rank), ending="its process has ended")
+        if writes:
+            while self._dead:
+                self._save(*self._dead.popitem())
+
+    def dump(self, ending: str) -> None:
+        """Let a thread write what this rank did to XVCOMM_TRACE_DIR, if that is set. Does not wait for the disk.
 
         Args:
             ending: how it has ended, in words; empty if it goes on.
         """
-        if not self._config.trace_dir:
-            return
-        state = msgspec.structs.replace(self._recorders.state(rank), ending=ending)
+        if self._config.trace_dir:
+            self._save(self._rank, msgspec.structs.replace(self._mine(), ending=ending))
+
+    def _mine(self) -> RankState:
+        """All that is kept of this rank, with what carries its operations."""
+        return msgspec.structs.replace(self._recorders.state(self._rank), records=tuple(self._history()))
+
+    def _save(self, rank: int, state: RankState) -> None:
         if not state.answered:  # the job is closed
             return
-        if rank == self._rank:
-            state = msgspec.structs.replace(state, records=tuple(self._history()))
         with self._lock:
             self._dumps[rank] = state
             if self._writing is None or not self._writing.is_alive():

@@ -313,9 +313,9 @@ class Session:
                 self.sweep(rank)
         words, left = self.last_words(rank), self.journal.left(rank)
         self.supervision.note_lost(rank, words)
-        first = next((r for r in self.neighbours if not self.gone(r)), self.rank)
-        if not left and first == self.rank:
-            self.explaining.dump(rank, "its process has ended")
+        if not left:
+            first = next((r for r in self.neighbours if not self._gone_by_now(r)), self.rank)
+            self.explaining.note_death(rank, writes=first == self.rank)
         self.supervision.lose(rank)
 
     def _lose_elsewhere(self, rank: int, why: str) -> None:
@@ -362,8 +362,7 @@ class Session:
             left: those of them that have left.
             part: selects a communicator.
         """
-        # The watchdog may not have reported a death yet, and will not once the session ends, so the locks are checked too.
-        if all(r in left or self.gone(r) or not self._presence.held(self._joined[r].byte) for r in ranks):
+        if all(r in left or self._gone_by_now(r) for r in ranks):
             with contextlib.suppress(OSError):  # out of descriptors: that must not make a regular close fail
                 for rank in ranks:
                     self.sweep(rank, part)
@@ -371,6 +370,10 @@ class Session:
     def gone(self, rank: int) -> bool:
         """Whether a rank of this host has died or closed its communicators."""
         return rank in self.supervision.lost or self.journal.left(rank)
+
+    def _gone_by_now(self, rank: int) -> bool:
+        """The same, also if the watchdog has not reported it yet, or will not, since the session ends."""
+        return self.gone(rank) or not self._presence.held(self._joined[rank].byte)
 
     def last_words(self, rank: int) -> str:
         """The last operation of a rank as text, for error messages; of a rank of another host also the connections to it."""
