@@ -24,7 +24,8 @@ def holds_the_interpreter_lock():
     for _ in range(2):
         libc.pthread_mutex_lock(mutex)  # the second time for good; signals do not end it
 comm = xvcomm.init()
-x = np.ones(16, np.float32)
+x, y = np.ones(16, np.float32), np.ones(1 << 18)
+comm.sendrecv(y, comm.rank ^ 1, np.empty_like(y), comm.rank ^ 1)
 comm.barrier()
 print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
 if comm.rank == 2:
@@ -137,6 +138,19 @@ def test_from_another_shell(hang: Hang) -> None:
         verdict_is_right(explain(hang.host).stdout)
     told = json.loads(explain("--json", job).stdout)
     assert set(told["ranks"]) == {"0", "1", "2", "3"} and "holds_the_interpreter_lock" in told["ranks"]["2"]["stack"]
+
+
+def test_a_trace_tells_what_carries_operations(hang: Hang, tmp_path: Path) -> None:
+    """Those of the host's ranks that answer, one of them or two, and which connections to other hosts do."""
+    command = [sys.executable, "-m", "xvcomm", "trace", str(hang.pids[0]), "--format", "json", "--json"]
+    found = subprocess.run([*command, tmp_path / "line.json"], capture_output=True, text=True, timeout=60, check=True)
+    told = json.loads(found.stdout)
+    rails = [(row["sent"] > 1 << 20, row["received"] > 1 << 20) for row in told["rails"]]
+    events = json.loads((tmp_path / "line.json").read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert ("send", "tcp" if hang.host else "shm") in {(row["op"], row["way"]) for row in told["operations"]}
+    assert bool(rails) == any(name.startswith("rail ") for name in tracks) == bool(hang.host)
+    assert sum(map(sum, rails)) >= 2 * bool(hang.host)
 
 
 def test_on_a_signal(hang: Hang) -> None:

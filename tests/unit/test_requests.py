@@ -8,18 +8,19 @@ import os, threading, time
 from xvcomm.system.requests import Requests, request
 
 jobs = {b"first": Requests(), b"second": Requests()}
-found, until = [], time.monotonic() + 20
+found = []
 
 def ask(*answers):
     for answer in answers:
-        found.append(request(os.getpid(), b"what", until, lambda data: data == answer))
+        found.extend(request([os.getpid()], b"what", 20, lambda data: data == answer))
 
 def answer_until(thread):
     while thread.is_alive():
         for name, each in jobs.items():
-            numbers, signalled = each.look(b"what")
+            asked, signalled = each.look([b"what", b"else"])
             assert not signalled
-            for number in numbers:
+            for kind, number in asked:
+                assert kind == b"what"
                 each.answer(number, name)
         time.sleep(0.001)
 
@@ -31,7 +32,7 @@ for names in ((b"first", b"second"), (b"second",)):
         jobs.pop(b"first").close()
     if os.fork() == 0:  # the child has no jobs
         child = Requests()
-        os._exit(child.look(b"what") != ([], False))
+        os._exit(child.look([b"what"]) != ([], False))
     assert os.wait()[1] == 0
 jobs[b"second"].close()
 print(found)

@@ -13,7 +13,8 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 from xvcomm.system import forking
@@ -49,18 +50,18 @@ class Requests:
         Requests._reading = threading.Lock()  # a thread of the parent's may hold the parent's
         self._every.clear()
 
-    def look(self, known: bytes) -> tuple[list[int], bool]:
-        """What has come: the numbers of requests of a kind, and whether SIGUSR1 has."""
+    def look(self, kinds: Collection[bytes]) -> tuple[list[tuple[bytes, int]], bool]:
+        """What has come: the requests of these kinds with their numbers, and whether SIGUSR1 has."""
         with self._reading:
             size = os.fstat(self._file.fd).st_size
             if size:
-                found = os.pread(self._file.fd, size, 0)
+                text = os.pread(self._file.fd, size, 0)
                 os.ftruncate(self._file.fd, 0)
                 for each in self._every:
-                    each._lines += [line.split() for line in found.splitlines()]
+                    each._lines += [line.split() for line in text.splitlines()]
             lines, self._lines = self._lines, []
-        numbers = [int(line[1]) for line in lines if line[:1] == [known] and len(line) == 2]
-        return numbers, any(line[:1] != [known] for line in lines)
+        found = [line for line in lines if line and line[0] in kinds]
+        return [(line[0], int(line[1])) for line in found if len(line) == 2], len(found) < len(lines)
 
     def answer(self, number: int, data: bytes) -> None:
         """Give the answer to a request of another process."""
@@ -78,30 +79,39 @@ class Requests:
             self._answer = -1
 
 
-def request(pid: int, text: bytes, until: float, right: Callable[[bytes], bool]) -> bytes:
-    """Ask a process of this user; its answer, or nothing if it gives none in time.
+def request(pids: Iterable[int], kind: bytes, seconds: float, right: Callable[[bytes], bool]) -> Iterator[bytes]:
+    """Ask processes of this user, all at once: the answers that come in time, one of each process.
 
     Args:
-        text: one word.
-        until: by `time.monotonic()`.
+        kind: one word.
         right: whether an answer is of the one who is meant; a process may be in several jobs.
     """
-    number = secrets.randbits(62)
-    try:
+    number, until = secrets.randbits(62), time.monotonic() + seconds
+    waiting = {pid: answers for pid in pids if (answers := _ask(pid, b"%s %d\n" % (kind, number)))}
+    while waiting and time.monotonic() < until:
+        for pid, answers in list(waiting.items()):
+            data = next((data for path in answers if (data := _answer(path, number)) and right(data)), b"")
+            if data:
+                del waiting[pid]
+                yield data
+        time.sleep(_LOOK_SECONDS)
+
+
+def _ask(pid: int, line: bytes) -> list[Path]:
+    """Where the answers of a process come; none if it cannot be asked."""
+    with contextlib.suppress(OSError):  # it is gone, or another user's
         files, answers = list(find(pid, _REQUEST)), list(find(pid, _ANSWER))
-        if not files or not answers:
-            return b""
-        with files[0].open("ab", buffering=0) as file:
-            file.write(b"%s %d\n" % (text, number))
-        while time.monotonic() < until:
-            for path in answers:
-                found = path.read_bytes()
-                if len(found) >= _HEAD.size:
-                    of, length = _HEAD.unpack_from(found)
-                    data = found[_HEAD.size :]
-                    if of == number and length == len(data) and right(data):
-                        return data
-            time.sleep(_LOOK_SECONDS)
-    except OSError:  # it is gone, or another user's
-        pass
+        if files and answers:
+            with files[0].open("ab", buffering=0) as file:
+                file.write(line)
+            return answers
+    return []
+
+
+def _answer(path: Path, number: int) -> bytes:
+    """The answer to a request, if it is there and whole."""
+    with contextlib.suppress(OSError):  # the process is gone
+        found = path.read_bytes()
+        if len(found) >= _HEAD.size and _HEAD.unpack_from(found) == (number, len(found) - _HEAD.size):
+            return found[_HEAD.size :]
     return b""

@@ -21,10 +21,10 @@ from xvcomm.trace.format import Life
 from xvcomm.trace.journal import Roster
 from xvcomm.trace.snapshot import Snapshot, decode
 
-SNAPSHOT = b"snapshot"
-"""The request to a rank for what the whole job does."""
-_SECONDS, _ONE_SECONDS, _STACK_SECONDS = 10.0, 4.0, 1.0
-"""How long all ranks together have to answer a request, and each; how long processes have to write their stacks."""
+SNAPSHOT, OWN = b"snapshot", b"own"
+"""The requests to a rank for what the whole job does, and for what it does itself, with what carries its operations."""
+_SECONDS, _OWN_SECONDS, _STACK_SECONDS = 10.0, 1.0, 1.0
+"""How long ranks have to tell what the job does, and what they do themselves; how long processes have to write their stacks."""
 _NAME = re.compile(r"/xvcomm-[^/]+-[0-9]+-[0-9a-f]{12}( \(deleted\))?$")
 """Of shared memory, see `memory.segment`."""
 
@@ -44,18 +44,21 @@ class LiveJob:
 
     def snapshot(self) -> Snapshot:
         """What the job does: of this host by its memory, of others by one of its ranks, if any answers. Ranks of which nothing
-        can be told are left out.
+        can be told are left out. Only this host's ranks tell what carries their operations, those of them that answer.
         """
         with _mapped(self.memory) as view:
             here = journal.read(view)
         assert here is not None
         living, begun = self._living(), time.time()
         asked = [rank for rank, pid in living.items() if stacks.request(pid)]
-        whole = self._whole(living.values()) if len(self.roster.here) < len(self.roster.infos) else None
+        own = list(self._ask(living.values(), OWN, _OWN_SECONDS))
+        abroad = len(self.roster.here) < len(self.roster.infos)
+        whole = next(self._ask(living.values(), SNAPSHOT, _SECONDS), None) if abroad else None
         texts = stacks.collect([living[rank] for rank in asked], _STACK_SECONDS, begun)
         states = dict(whole.ranks if whole is not None else {})
+        known = here.ranks | {rank: state for told in own for rank, state in told.ranks.items()}
         for rank, namespace in zip(self.roster.here, self.roster.namespaces, strict=True):
-            state = here.ranks[rank]
+            state = known[rank]
             ended = (
                 rank not in living and state.life is not Life.CLOSED and namespace == os.readlink("/proc/self/ns/pid")
             )
@@ -76,14 +79,9 @@ class LiveJob:
             if (place := (namespace, infos[rank].pid)) in seen
         }
 
-    def _whole(self, pids: Iterable[int]) -> Snapshot | None:
-        until = time.monotonic() + _SECONDS
-        for pid in pids:
-            wait = min(until, time.monotonic() + _ONE_SECONDS)
-            data = request(pid, SNAPSHOT, wait, lambda answer: decode(answer).job == self.roster.job)
-            if data:
-                return decode(data)
-        return None
+    def _ask(self, pids: Iterable[int], kind: bytes, seconds: float) -> Iterator[Snapshot]:
+        """What processes answer, as it comes."""
+        return map(decode, request(pids, kind, seconds, lambda answer: decode(answer).job == self.roster.job))
 
 
 def jobs() -> list[LiveJob]:

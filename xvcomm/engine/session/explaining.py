@@ -18,7 +18,7 @@ from xvcomm.system.notice import notice
 from xvcomm.system.requests import Requests
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Record
-from xvcomm.trace.live import SNAPSHOT
+from xvcomm.trace.live import OWN, SNAPSHOT
 from xvcomm.trace.report import report
 from xvcomm.trace.snapshot import SUFFIX, Group, RankState, Snapshot, encode
 from xvcomm.trace.verdict import Verdict, judge
@@ -101,14 +101,18 @@ class Explaining:
         """Let a thread answer a request of another process of the host, if there is one and none is being answered."""
         if self._requests is None or (self._answering is not None and self._answering.is_alive()):
             return
-        numbers, signalled = self._requests.look(SNAPSHOT)
-        if numbers or signalled:
-            self._answering = Daemon("xvcomm-explain", partial(self._answer, self._requests, numbers, signalled))
+        asked, signalled = self._requests.look((SNAPSHOT, OWN))
+        if asked or signalled:
+            self._answering = Daemon("xvcomm-explain", partial(self._answer, self._requests, asked, signalled))
             self._answering.start()
 
-    def _answer(self, requests: Requests, numbers: list[int], signalled: bool) -> None:
-        for number in numbers:
-            requests.answer(number, encode(self.snapshot((), Deadline.after(_SECONDS))))
+    def _answer(self, requests: Requests, asked: list[tuple[bytes, int]], signalled: bool) -> None:
+        for kind, number in asked:
+            if kind == OWN:
+                told = self._recorders.alone(self._rank, self._mine())
+            else:
+                told = self.snapshot((), Deadline.after(_SECONDS))
+            requests.answer(number, encode(told))
         if signalled:
             self.tell(self.explain(Deadline.after(_SECONDS)))
 
@@ -130,7 +134,7 @@ class Explaining:
         """The process of another rank of this host has died.
 
         Args:
-            writes: whether this rank is the one to write what the dead ones did; also what a rank that has died since was to write.
+            writes: whether it is this rank that writes what dead ones did, also what one that has died since was to write.
         """
         if not self._config.trace_dir:
             return

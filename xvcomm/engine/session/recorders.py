@@ -84,14 +84,17 @@ class Recorders:
         """All that is kept of a rank of this host, now."""
         return msgspec.structs.replace(self._journal.state(rank), taken=time.time_ns())
 
+    def alone(self, rank: int, state: RankState) -> Snapshot:
+        """A rank's state without those of others."""
+        return Snapshot(self._joined[0].job, state.taken - state.ahead, self._infos, {rank: state})
+
     def dated(self, rank: int, state: RankState) -> Snapshot:
         """A rank's state by the clock of rank 0, by which dumps of all hosts are."""
         first = self._joined[0].info
         if first.host not in self._ahead and 0 not in self._neighbours and not self.silent(0):
             self.newest([0], Deadline.after(_ASK_SECONDS))
         ahead = -self._ahead.get(first.host, 0)
-        dated = msgspec.structs.replace(state, ahead=ahead)
-        return Snapshot(self._joined[0].job, state.taken - ahead, self._infos, {rank: dated})
+        return self.alone(rank, msgspec.structs.replace(state, ahead=ahead))
 
     def _elsewhere(self, ranks: list[int], deadline: Deadline) -> dict[int, RankState]:
         found = self._answered(ranks, Deadline.after(deadline.left() / 2))
