@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,32 @@ sys.setswitchinterval(100)
 libc.kill(pids[0], 9), libc.kill(pids[1], 9), libc.usleep(300_000)
 sys.setswitchinterval(0.005)
 comm.all_reduce(np.ones(16))
+"""
+SOME_DIE = """
+import os, time
+import numpy as np, xvcomm
+from xvcomm.testing.inside import context
+comm = xvcomm.init()
+if comm.rank == 1:
+    while not context(comm).session.journal.clock():
+        time.sleep(0.05)
+comm.barrier()
+if comm.rank in DIE:
+    os.kill(os.getpid(), 9)
+comm.all_reduce(np.ones(16))
+"""
+SHIFT = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    int status = syscall(SYS_clock_gettime, clock, now);
+    if (status == 0 && clock == CLOCK_REALTIME)
+        now->tv_sec += 100;
+    return status;
+}
 """
 
 
@@ -196,7 +223,7 @@ def dumped(folder: Path, script: str, ranks: int = 3) -> Snapshot | None:
     program.write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "xvcomm", "run", "-n", str(ranks), sys.executable, str(program)],
-        env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     return load_folder(dumps) if dumps.exists() else pytest.fail(done.stderr) if "Traceback" in done.stderr else None
 
@@ -217,3 +244,24 @@ def test_ranks_that_die_at_once_are_written_down(tmp_path: Path) -> None:
     assert found is not None
     for rank in (0, 1):
         assert found.ranks[rank].ending == "its process has ended" and found.ranks[rank].records
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+@pytest.mark.parametrize("die", ["{0}", "{0, 2}"], ids=["rank 0", "its host"])
+def test_dumps_of_hosts_with_different_clocks(tmp_path: Path, die: str) -> None:
+    """They have the clock of rank 0's host, as it was compared while the job ran, also if that is lost."""
+    shift = tmp_path / "shift.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", shift, "-x", "c", "-"], input=SHIFT, text=True, check=True)
+    label = (
+        "import os, sys\nhere = 'abab'[int(os.environ['RANK'])]\n"
+        f"if here == 'b' and 'LD_PRELOAD' not in os.environ:\n    os.environ['LD_PRELOAD'] = {str(shift)!r}\n"
+        "    os.execv(sys.executable, [sys.executable, *sys.argv])\nos.environ['XVCOMM_HOST'] = here\n"
+    )
+    found = dumped(tmp_path, label + SOME_DIE.replace("DIE", die), 4)
+    assert found is not None
+    known = {rank: state for rank, state in found.ranks.items() if state.records}
+    ahead = {rank: state.ahead / 1e9 for rank, state in known.items()}
+    far = pytest.approx(100, abs=1)
+    assert ahead == ({1: far, 3: far} if "2" in die else {0: 0, 1: far, 2: 0, 3: far})
+    ended = [state.records[0].ended - state.ahead for state in known.values()]
+    assert max(ended) - min(ended) < 50e9

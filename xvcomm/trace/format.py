@@ -1,7 +1,8 @@
 """The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
 
 A region belongs to one rank: a header of 128 bytes (`Life`; number of records written so far; when the rank's stack was asked for
-last), then PLACES for its communicators (see `groups`) and RDMA devices (see `grades`), each as long as a record, then records in
+last; when the clock of rank 0's host was compared with this one's, and how far it is ahead), then PLACES for its communicators
+(see `groups`) and RDMA devices (see `grades`), each as long as a record, then records in
 a circle: `Record`'s fields in order, words of 64 bits and the text of the call site.
 """
 
@@ -135,11 +136,13 @@ class Answer(NamedTuple):
     Attributes:
         life: of the rank that it tells of.
         ahead: nanoseconds by which its clock is ahead of this one, as far as half a round trip tells.
+        round_trip: how long that took.
         parts: as long as a record each.
     """
 
     life: Life
     ahead: int
+    round_trip: int
     parts: tuple[bytes, ...]
 
     def records(self) -> tuple[Record, ...]:

@@ -40,18 +40,19 @@ class Questions:
                     begun[number] = time.time_ns()
                     self._carrier.ask(link, number, question)
             parts: defaultdict[int, list[bytes]] = defaultdict(list)
-            ahead = dict[int, int]()
+            clocks = dict[int, tuple[int, int]]()  # how far they are ahead, by round trips of such length
             while len(found) < len(asked):
                 try:
                     heard, (number, following, words, payload) = answers.get(timeout=deadline.left())
                 except queue.Empty:
                     break
                 life, there = (int(word) for word in payload[:HEAD_WORDS])
-                ahead.setdefault(number, there - (begun[number] + heard) // 2)  # by the first part, the quickest
+                if number not in clocks:  # the first part is the quickest
+                    clocks[number] = there - (begun[number] + heard) // 2, heard - begun[number]
                 if words > HEAD_WORDS:
                     parts[number].append(payload[HEAD_WORDS:].tobytes())
                 if not following:
-                    found[asked[number]] = Answer(Life(life), ahead[number], tuple(parts[number]))
+                    found[asked[number]] = Answer(Life(life), *clocks[number], tuple(parts[number]))
         return found
 
     def hear(self) -> None:

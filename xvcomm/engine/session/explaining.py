@@ -29,6 +29,8 @@ _ASKED = 64
 """Maximum number of ranks of which a report tells."""
 _CLOSE_SECONDS = 5.0
 """How long a rank that leaves waits for a dump that is being written, and for a report."""
+_SOONEST_SECONDS, _COMPARE_SECONDS = 1.0, 60.0
+"""When clocks are compared first, and how often in the end: each pause is four times as long as the one before."""
 _SECONDS = 2.0
 """How long other hosts have to tell what their ranks do, when a report is asked for."""
 _LEAST_SECONDS = 0.2
@@ -61,6 +63,9 @@ class Explaining:
         self._requests: Requests | None = None
         self._answering: Daemon | None = None
         self._writing: Daemon | None = None
+        self._comparing: Daemon | None = None
+        self._pause = _SOONEST_SECONDS
+        self._comparison = Deadline.after(self._pause)
         self._dumps: dict[int, RankState] = {}
         self._dead: dict[int, RankState] = {}
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
@@ -98,7 +103,14 @@ class Explaining:
         return Explanation(verdict, report(waits.snapshot, verdict, waits))
 
     def look(self) -> None:
-        """Let a thread answer a request of another process of the host, if there is one and none is being answered."""
+        """Let threads do what is due: answer a request of another process of the host, if none is being answered; for dumps,
+        compare clocks, which cannot be done any more when rank 0's host is lost.
+        """
+        if self._config.trace_dir and self._recorders.compares and self._comparison.expired():
+            self._pause = min(4 * self._pause, _COMPARE_SECONDS)
+            self._comparison = Deadline.after(self._pause)
+            self._comparing = Daemon("xvcomm-clocks", self._recorders.compare_clocks)
+            self._comparing.start()
         if self._requests is None or (self._answering is not None and self._answering.is_alive()):
             return
         asked, signalled = self._requests.look((SNAPSHOT, OWN))
@@ -118,7 +130,7 @@ class Explaining:
 
     def close(self) -> None:
         """Answer no more, and finish what is being written. Idempotent."""
-        for thread in (self._answering, self._writing):
+        for thread in (self._answering, self._writing, self._comparing):
             if thread is not None:
                 thread.join(_CLOSE_SECONDS)
         if self._requests is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import time
 
 from xvcomm.memory.segment import Segment
@@ -74,6 +75,17 @@ class Journal:
             return False
         words[2] = time.time_ns()
         return True
+
+    def note_clock(self, ahead: int) -> None:
+        """Let this host's ranks know by how many nanoseconds the clock of rank 0's host is ahead, as was measured just now."""
+        with contextlib.suppress(ValueError):  # released
+            self._regions[self._rank].cast("q")[3:5] = memoryview(struct.pack("=qq", time.time_ns(), ahead)).cast("q")
+
+    def clock(self) -> int:
+        """What one of them has noted last; 0 if none has."""
+        with contextlib.suppress(ValueError):  # released
+            return max(tuple(region.cast("q")[3:5]) for region in self._regions.values())[1]
+        return 0
 
     def record(self, number: int) -> Record | None:
         """An operation of this rank, by its number in the flight recorder; None after `close`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
+from xvcomm.engine.session.clocks import SAMPLES, Clocks
 from xvcomm.engine.session.joining import Joining
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.reach import Reach
@@ -19,6 +20,8 @@ from xvcomm.types.deadline import Deadline
 
 _ASK_SECONDS, _SILENT_SECONDS = 0.5, 2.0
 """How long a rank of another host has for its answer in `words`; for how long one that gave none counts as silent."""
+_CLOCK_SECONDS = 2.0
+"""How long all ranks of a host have to tell its clock."""
 _RECORDS = 64
 """Maximum number of records of each rank in a snapshot."""
 _STACK_SECONDS = 0.1
@@ -32,6 +35,9 @@ class Recorders:
         joined: what each rank has told of itself.
         rank, neighbours: this rank, and the ranks of this host.
         ending: how a rank has ended, in words; empty if it is not known to have.
+
+    Attributes:
+        compares: whether this rank is the one of its host to `compare_clocks` now and then.
     """
 
     def __init__(
@@ -41,7 +47,8 @@ class Recorders:
         self._journal, self._joined, self._rank, self._neighbours = journal, joined, rank, neighbours
         self._reach, self._ending = reach, ending
         self._silent: dict[int, Deadline] = {}
-        self._ahead: dict[str, int] = {}
+        self._clocks = Clocks()
+        self.compares = 0 < rank == min(neighbours)
         self._infos = tuple(there.info for there in joined)
         self._hosts: defaultdict[str, list[int]] = defaultdict(list)
         for there in joined:
@@ -57,7 +64,7 @@ class Recorders:
             if rank in answers:
                 self._silent.pop(rank, None)
                 answer = answers[rank]
-                self._ahead[self._joined[rank].info.host] = answer.ahead
+                self._clocks.note(self._joined[rank].info.host, answer)
                 records = answer.records()
                 dropped = int(len(records) == wanted)  # at least; how many is not told
                 found[rank] = RankState(life=answer.life, records=records, ahead=answer.ahead, dropped=dropped)
@@ -75,9 +82,11 @@ class Recorders:
             found.update(self._elsewhere(elsewhere, deadline))
         states = {}
         for rank in sorted(ranks):
-            state = found.get(rank, RankState(answered=False))
+            state, host = found.get(rank, RankState(answered=False)), self._joined[rank].info.host
             gone = self._ending(rank) if state.life is not Life.CLOSED else ""
-            states[rank] = msgspec.structs.replace(state, ending=gone, stopped=self.halted(rank))
+            states[rank] = msgspec.structs.replace(
+                state, ending=gone, stopped=self.halted(rank), ahead=self._clocks.ahead(host)
+            )
         return Snapshot(self._joined[0].job, time.time_ns(), self._infos, states)
 
     def state(self, rank: int) -> RankState:
@@ -90,11 +99,23 @@ class Recorders:
 
     def dated(self, rank: int, state: RankState) -> Snapshot:
         """A rank's state by the clock of rank 0, by which dumps of all hosts are."""
-        first = self._joined[0].info
-        if first.host not in self._ahead and 0 not in self._neighbours and not self.silent(0):
-            self.newest([0], Deadline.after(_ASK_SECONDS))
-        ahead = -self._ahead.get(first.host, 0)
-        return self.alone(rank, msgspec.structs.replace(state, ahead=ahead))
+        self.compare_clocks()
+        return self.alone(rank, msgspec.structs.replace(state, ahead=-self._journal.clock()))
+
+    def compare_clocks(self) -> None:
+        """Measure for this host how far the clock of rank 0's host is ahead, by two of its ranks at a time, until any answers:
+        one may have just died.
+        """
+        deadline, host = Deadline.after(_CLOCK_SECONDS), self._joined[0].info.host
+        ranks = [] if 0 in self._neighbours else self._hosts[host]
+        living = [r for r in ranks if not (self._ending(r) or self._journal.left(r) or self.silent(r))]
+        for first in range(0, len(living), 2):
+            asked = living[first : first + 2]
+            for _ in range(SAMPLES):
+                asked = list(self.newest(asked, Deadline.after(deadline.sooner(_ASK_SECONDS))))
+            if asked:
+                self._journal.note_clock(self._clocks.ahead(host))
+                return
 
     def _elsewhere(self, ranks: list[int], deadline: Deadline) -> dict[int, RankState]:
         found = self._answered(ranks, Deadline.after(deadline.left() / 2))
