@@ -200,6 +200,31 @@ def test_lost_connections_are_counted() -> None:
             assert sent[1] - sent[0] > 3 << 18
 
 
+def lose_a_connection_halfway(comm: Communicator) -> None:
+    """While slots are under way over it."""
+    x, carrier = np.ones(1 << 25, np.uint8), network(comm).carrier
+    exchange(comm)  # there are connections
+    begun = sum(rail.sent for rail in carrier.rails)
+    working = threading.Thread(target=lambda: comm.sendrecv(x, 1 - comm.rank, np.empty_like(x), 1 - comm.rank))
+    working.start()
+    while comm.rank == 0 and working.is_alive():
+        up = [index for index, rail in enumerate(carrier.rails) if rail.state == UP]
+        if len(up) > 1 and sum(rail.sent for rail in carrier.rails) > begun + (1 << 22):
+            carrier.drop(up[0])
+            break
+    working.join()
+
+
+def test_slots_that_are_sent_again_are_counted() -> None:
+    with World(hosts="a:1,b:1", env={**HERE, "XVCOMM_NICS": "lo", "XVCOMM_WIRE_THREADS": "3"}) as world:
+        world.run(exchange)
+        assert [found.total("xvcomm_rail_retries_total") for found in scrapes(world)] == [0, 0]
+        until = time.monotonic() + 60
+        while not any(found.total("xvcomm_rail_retries_total") for found in scrapes(world)):
+            assert time.monotonic() < until
+            world.run(lose_a_connection_halfway)
+
+
 def leave(comm: Communicator) -> list[str]:
     number = port(comm)
     comm.close()

@@ -24,8 +24,8 @@ def now(monkeypatch):
     return now
 
 
-def record(sent, received):
-    return SimpleNamespace(sent=sent, received=received)
+def record(sent, received, repeated=0):
+    return SimpleNamespace(sent=sent, received=received, repeated=repeated)
 
 
 def test_states(now):
@@ -34,7 +34,7 @@ def test_states(now):
     assert known.told({}) == "there was no connection to it"
     first, second = (known.use("tcp", (HERE, THERE, number)) for number in range(2))
     assert known.use("tcp", (HERE, THERE, 0)) == first != second
-    old, new = record(10, 19), record(3, 4)
+    old, new = record(10, 19, 2), record(3, 4)
     known.begin(first, old)
     known.begin(second, new)
     now[0], old.received = 100.2, 20
@@ -53,8 +53,8 @@ def test_states(now):
         (0, False, 10, 1),
         (1, True, 3, 0),
     ]
-    known.begin(known.use("tcp", (HERE, THERE, 0)), record(1, 1))
-    assert known.read(7)[0] == Path(7, "tcp", HERE, THERE, 0, up=True, sent=11, received=21, losses=1)
+    known.begin(known.use("tcp", (HERE, THERE, 0)), record(1, 1, 5))
+    assert known.read(7)[0] == Path(7, "tcp", HERE, THERE, 0, up=True, sent=11, received=21, losses=1, retries=7)
     assert known.told({}).startswith(f"{HERE} to {THERE} (tcp) up, 11 bytes sent, 21 received; ")
 
 

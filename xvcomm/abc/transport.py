@@ -83,6 +83,7 @@ class Path:
         up: whether there is a connection at the moment.
         sent, received: bytes of all of them.
         losses: how many were lost.
+        retries: slots that they have sent again after another connection was lost.
     """
 
     rank: int
@@ -94,6 +95,7 @@ class Path:
     sent: int
     received: int
     losses: int
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

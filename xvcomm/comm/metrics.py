@@ -47,7 +47,7 @@ class Metrics:
         self._open: dict[int, Context] = {}
         self._names: dict[int, str] = {}
         self._ways: dict[int, list[str]] = {}
-        self._carried: Counter[tuple[object, str]] = Counter()
+        self._carried: Counter[tuple[str, ...]] = Counter()
         self._collecting = threading.Lock()
         session.journal.recorder.count(self._counters)
 
@@ -151,6 +151,9 @@ class Metrics:
         losses = CounterMetricFamily(
             "xvcomm_rail_losses", "Connections that were lost, for which others carry on.", labels=_PATH
         )
+        retries = CounterMetricFamily(
+            "xvcomm_rail_retries", "Slots that connections have sent again after others were lost.", labels=_PATH
+        )
         nbytes = CounterMetricFamily(
             "xvcomm_rail_bytes",
             "Bytes that connections have carried, with their headers.",
@@ -161,11 +164,15 @@ class Metrics:
             labels = (*self._mine, str(path.rank), *place)
             up.add_metric(labels, int(path.up))
             losses.add_metric(labels, path.losses)
+            retries.add_metric(labels, self._risen(path.retries, *labels, "retries"))
             for direction, carried in (("sent", path.sent), ("received", path.received)):
-                # while a connection is replaced, the old one's bytes are missing for a moment
-                known = self._carried[labels, direction] = max(carried, self._carried[labels, direction])
-                nbytes.add_metric((*labels, direction), known)
-        yield from (up, losses, nbytes)
+                nbytes.add_metric((*labels, direction), self._risen(carried, *labels, direction))
+        yield from (up, losses, retries, nbytes)
+
+    def _risen(self, count: int, *labels: str) -> int:
+        """A count of connections that has not fallen: while one is replaced, the old one's part is missing for a moment."""
+        self._carried[labels] = max(count, self._carried[labels])
+        return self._carried[labels]
 
     def _lateness(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily

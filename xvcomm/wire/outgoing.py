@@ -221,6 +221,7 @@ def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
             if load(wire.owners + 8 * place) == AGAIN:
                 if not _flies(wire, place):
                     _send_slot(rail, rail_index, wire, lane, number)
+                    rail.repeated += 1
                     return True
                 left = 1
     wire.again = left

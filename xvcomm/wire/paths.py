@@ -25,6 +25,7 @@ class Path:
         heard: when the newest one came up, or was last seen to have received more; and how many bytes it had `got` then.
         lost: when the newest one was lost; None while it is up.
         sent, received: bytes of those that are lost.
+        repeated: slots that they have sent which rails had that were lost before.
         losses: how many are.
         record: of the one that is up, see `records.RAIL`.
     """
@@ -36,6 +37,7 @@ class Path:
     lost: float | None = None
     sent: int = 0
     received: int = 0
+    repeated: int = 0
     losses: int = 0
     got: int = 0
 
@@ -50,6 +52,10 @@ class Path:
         return (
             (self.sent, self.received) if record is None else (self.sent + record.sent, self.received + record.received)
         )
+
+    def again(self) -> int:
+        """Slots sent again, by the rail that is up too."""
+        return self.repeated + (self.record.repeated if self.record is not None else 0)
 
     def look(self, now: float) -> None:
         """See `Paths.look`."""
@@ -97,6 +103,7 @@ class Paths:
         """A rail is lost, which may have been replaced already; its record still has its numbers."""
         path = self._all[number - 1]
         path.sent, path.received = path.sent + record.sent, path.received + record.received
+        path.repeated += record.repeated
         path.losses += 1
         if path.record is record:
             path.record, path.lost = None, time.monotonic()
@@ -114,7 +121,7 @@ class Paths:
     def read(self, rank: int) -> list[abc.Path]:
         """All of them, to this rank."""
         return [
-            abc.Path(rank, path.scheme, *path.ends, path.record is not None, *path.carried(), path.losses)
+            abc.Path(rank, path.scheme, *path.ends, path.record is not None, *path.carried(), path.losses, path.again())
             for path in list(self._all)
         ]
 

@@ -110,6 +110,7 @@ RAIL = np.dtype([
     ("last", "i8"),
     ("sent", "i8"),  # bytes since the rail came up
     ("received", "i8"),
+    ("repeated", "i8"),  # slots that it has sent since which lost rails had
     # how fast it is, see `delivery`
     ("told", TOLD_BY_KERNEL),
     ("told_bytes", "i8"),
