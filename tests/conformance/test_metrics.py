@@ -52,6 +52,14 @@ class Scrape:
         """Sum of the samples with these labels."""
         return sum(value for found, value in self._samples[name] if labels.items() <= found.items())
 
+    def by_communicator(self, name: str, **labels: str) -> Counter[str]:
+        """The same for each communicator."""
+        found = Counter[str]()
+        for each, value in self._samples[name]:
+            if labels.items() <= each.items():
+                found[each["communicator"]] += int(value)
+        return found
+
     def values(self, name: str, label: str) -> set[str]:
         return {found[label] for found, _ in self._samples[name]}
 
@@ -324,6 +332,24 @@ def test_metrics_of_a_job_that_goes_on() -> None:
         made.all_reduce(np.ones(3))
         assert Scrape(port(made)).total("xvcomm_operations_total") >= 2
         made.grow().close()
+
+
+def test_communicators_without_end_have_no_series_without_end() -> None:
+    """No count falls meanwhile, and none is without a name."""
+    before, total = {}, 0.0
+    with xvcomm.init(env={**ALONE, **HERE}) as comm:
+        for number in range(200):
+            part = comm.split(0)
+            assert part is not None
+            part.all_reduce(np.ones(4))
+            part.close()
+            if number % 20 in (0, 19):
+                found = Scrape(port(comm))
+                now = found.by_communicator("xvcomm_operation_seconds_count", op="all_reduce")
+                assert all(now[name] >= count for name, count in before.items())
+                before, total = now, sum(now.values())
+        assert total == 200 and 50 < len(before) < 70 and before["others"] > 130 and "" not in before
+        assert found.values("xvcomm_operations_running", "communicator") == {"0"}
 
 
 def test_without_the_setting_there_is_no_thread() -> None:

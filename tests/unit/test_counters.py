@@ -77,6 +77,21 @@ def test_kinds_without_room_are_counted_by_operation() -> None:
     assert [(count.op, count.peer) for count in rest] == [(RECV, ANY_PEER)] and len(found) > 3000
 
 
+def test_rows_of_closed_communicators_are_free_again() -> None:
+    """However many there are one after the other, none is counted without its name."""
+    made, counters, _ = recorder()
+    lasting = [begin(made, 1, RECV, peer) for peer in range(100)]
+    made.end_all(lasting[-16:])
+    taken = Counter[tuple[int, int]]()
+    for communicator in range(2, 200):
+        for peer in range(300):
+            made.end(begin(made, communicator, RECV, peer))
+        taken.update((count.communicator, count.begun) for count in counters.take([communicator]))
+    assert taken == Counter({(communicator, 1): 300 for communicator in range(2, 200)})
+    assert {(count.communicator, count.begun) for count in counters.read()} == {(1, 1)}
+    assert len(counters.read()) == 100
+
+
 def test_counting_begins_and_ends() -> None:
     made, counters, _ = recorder()
     number = begin(made, 1, ALL_REDUCE)

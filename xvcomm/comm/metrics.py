@@ -1,5 +1,8 @@
 """What a rank tells of itself in Prometheus' form. It is put together at each request; operations only add to counters.
 
+A program may make communicators without end, for instance in each epoch. So only the first ones have series of their own, and
+what was counted of those that are closed is added up here.
+
 prometheus_client is imported here when it is needed, because it is optional.
 """
 
@@ -7,13 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xvcomm
-from xvcomm.trace.counters import BOUNDS, Count, Counters
+from xvcomm.trace.counters import BOUNDS, NO_COMMUNICATOR, Count, Counters
 from xvcomm.trace.format import POSTED
 from xvcomm.trace.operation import ANY_PEER, NO_PEER
 from xvcomm.trace.snapshot import RankState, Snapshot
@@ -27,6 +30,10 @@ _RECENT = 64
 """Newest records of each rank of the host that tell how late this one comes."""
 _LARGE = 1 << 40
 """Bytes of the collectives whose way is told: short arrays may go another one, and the counts do not tell them apart."""
+_NAMED, OTHERS = 64, "others"
+"""How many communicators have series of operations of their own; the name of the series of all others together."""
+_PENDING = 64
+"""Closed communicators whose counts are added up without a request."""
 _MINE = ("rank", "host", "job")
 _OPERATION = (*_MINE, "communicator", "op", "way")
 _PATH = (*_MINE, "peer", "scheme", "local", "remote", "number")
@@ -45,8 +52,11 @@ class Metrics:
         self._info = session.infos[session.rank]
         self._mine = (str(session.rank), self._info.hostname, session.config.job or "")
         self._open: dict[int, Context] = {}
+        self._named: set[str] = set()
         self._names: dict[int, str] = {}
         self._ways: dict[int, list[str]] = {}
+        self._closed: deque[int] = deque()
+        self._ended: dict[tuple[str, ...], Count] = {}
         self._carried: Counter[tuple[str, ...]] = Counter()
         self._collecting = threading.Lock()
         session.journal.recorder.count(self._counters)
@@ -56,12 +66,29 @@ class Metrics:
         ident = context.ident
         peers = (ANY_PEER, NO_PEER, *range(len(context.ranks)))
         self._ways[ident] = [context.way(peer, OpCode.ALL_REDUCE, _LARGE) for peer in peers]
-        self._names[ident] = context.path
+        if len(self._named) < _NAMED:
+            self._named.add(context.path)
+        self._names[ident] = context.path if context.path in self._named else OTHERS
         self._open[ident] = context
         context.lifecycle.on_close(partial(self._forget, ident))
 
     def _forget(self, ident: int) -> None:
-        self._open.pop(ident, None)
+        if self._open.pop(ident, None) is not None:
+            self._closed.append(ident)
+        if len(self._closed) > _PENDING and self._collecting.acquire(blocking=False):  # a request does it else
+            try:
+                self._add_up()
+            finally:
+                self._collecting.release()
+
+    def _add_up(self) -> None:
+        """Keep the counts of communicators that are closed by their labels, and nothing else of them."""
+        closed = {self._closed.popleft() for _ in range(len(self._closed))} - self._open.keys()
+        for count in self._counters.take(closed):
+            labels = self._labels(count)
+            self._ended[labels] = _sum([self._ended[labels], count]) if labels in self._ended else count
+        for ident in closed:
+            del self._names[ident], self._ways[ident]
 
     def close(self) -> None:
         """Count nothing more."""
@@ -70,6 +97,7 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """All metrics, as prometheus_client calls it; by one thread at a time."""
         with self._collecting:
+            self._add_up()
             yield from (*self._about(), *self._operations(), *self._now(), *self._paths(), *self._lateness())
 
     def _about(self) -> Iterator[Any]:
@@ -85,10 +113,13 @@ class Metrics:
     def _operations(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-        sums: defaultdict[tuple[str, ...], list[Count]] = defaultdict(list)
+        found: defaultdict[tuple[str, ...], list[Count]] = defaultdict(list)
+        for labels, count in self._ended.items():
+            found[labels].append(count)
+        known = self._names.keys() | {NO_COMMUNICATOR}
         for count in self._counters.read():
-            name, way = self._place(count)
-            sums[*self._mine, name, str(OpCode(count.op)), way].append(count)
+            if count.communicator in known:  # else it is being made
+                found[self._labels(count)].append(count)
         begun, nbytes, failed = (
             CounterMetricFamily(f"xvcomm_{name}", text, labels=_OPERATION)
             for name, text in (
@@ -100,19 +131,19 @@ class Metrics:
         seconds = HistogramMetricFamily(
             "xvcomm_operation_seconds", "Duration of operations that have ended without an error.", labels=_OPERATION
         )
-        for labels, counts in sums.items():
-            begun.add_metric(labels, sum(count.begun for count in counts))
-            nbytes.add_metric(labels, sum(count.nbytes for count in counts))
-            failed.add_metric(labels, sum(count.failed for count in counts))
-            lengths = [sum(numbers) for numbers in zip(*(count.lengths for count in counts), strict=True)]
-            seconds.add_metric(labels, _cumulated(lengths), sum(count.nanoseconds for count in counts) / 1e9)
+        for labels, count in ((labels, _sum(counts)) for labels, counts in found.items()):
+            begun.add_metric(labels, count.begun)
+            nbytes.add_metric(labels, count.nbytes)
+            failed.add_metric(labels, count.failed)
+            seconds.add_metric(labels, _cumulated(count.lengths), count.nanoseconds / 1e9)
         yield from (begun, nbytes, failed, seconds)
 
-    def _place(self, count: Count) -> tuple[str, str]:
-        """Name of the communicator, and what carries the operations."""
+    def _labels(self, count: Count) -> tuple[str, ...]:
+        """The values of _OPERATION."""
         ways = self._ways.get(count.communicator, [])
         known = 0 <= count.peer - ANY_PEER < len(ways)
-        return self._names.get(count.communicator, ""), ways[count.peer - ANY_PEER] if known else ""
+        name = self._names.get(count.communicator, OTHERS)
+        return *self._mine, name, str(OpCode(count.op)), ways[count.peer - ANY_PEER] if known else ""
 
     def _now(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -131,7 +162,7 @@ class Metrics:
         now = time.time_ns()
         for ident, context in list(self._open.items()):
             begun = [record.posted for record in under_way if record.communicator == ident]
-            mine = (*self._mine, self._names[ident])
+            mine = (*self._mine, context.path)
             running.add_metric(mine, len(begun))
             oldest.add_metric(mine, (now - min(begun, default=now)) / 1e9)
             aborted.add_metric(mine, int(context.lifecycle.aborted()))
@@ -189,6 +220,15 @@ class Metrics:
                 for quantile, seconds in (("0.5", row.late.median), ("0.9", row.late.p90), ("1", row.late.longest)):
                     late.add_metric((*self._mine, quantile), seconds)
         yield late
+
+
+def _sum(counts: Sequence[Count]) -> Count:
+    """Counts of operations with the same labels, together."""
+    begun, nbytes, failed, nanoseconds = (
+        sum(numbers) for numbers in zip(*((c.begun, c.nbytes, c.failed, c.nanoseconds) for c in counts), strict=True)
+    )
+    lengths = tuple(sum(numbers) for numbers in zip(*(count.lengths for count in counts), strict=True))
+    return Count(NO_COMMUNICATOR, counts[0].op, ANY_PEER, begun, nbytes, failed, nanoseconds, lengths)
 
 
 def _cumulated(lengths: Sequence[int]) -> list[tuple[str, float]]:

@@ -1,12 +1,13 @@
 """Sums over all operations of a rank, for metrics: compiled code adds to them when it writes the flight recorder.
 
-A row belongs to one operation of one communicator with one peer, and is found by a hash of these. What finds no room is added
-to a row of its operation alone, so that nothing is lost.
+A row belongs to one operation of one communicator with one peer, and is found by a hash of these; there may be two where others
+were given back. What finds no room is added to a row of its operation alone, so that nothing is lost.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -107,7 +108,18 @@ class Counters:
 
     def read(self) -> list[Count]:
         """All that has been counted; operations of other threads may be counted in parts."""
-        numbers = np.flatnonzero(self._table["begun"])
+        return self._of(np.flatnonzero(self._table["begun"]))
+
+    def take(self, communicators: Collection[int]) -> list[Count]:
+        """What has been counted of communicators that are closed; their rows are free afterwards."""
+        keys = self._table["key"][:_ROWS]
+        numbers = np.flatnonzero((keys != 0) & np.isin(keys >> (_PEER_BITS + _OP_BITS), list(communicators)))
+        found = self._of(numbers)
+        for name in reversed(_ROW.names or ()):  # last the key: then the row may be another one's
+            self._table[name][numbers] = 0
+        return found
+
+    def _of(self, numbers: np.ndarray[Any, Any]) -> list[Count]:
         rows = self._table[numbers]
         words = np.stack([rows[name] for name in ("begun", "nbytes", "failed", "nanoseconds")], axis=1).tolist()
         found = zip(numbers.tolist(), rows["key"].tolist(), words, rows["lengths"].tolist(), strict=True)
