@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from xvcomm.trace.snapshot import Snapshot, load_folder
+from xvcomm.types.opcode import OpCode
 
 HANG = """
 import ctypes, os, signal, sys, time
@@ -82,6 +83,19 @@ int clock_gettime(clockid_t clock, struct timespec *now)
         now->tv_sec += 100;
     return status;
 }
+"""
+TERMINATED = """
+import os, signal, sys, threading, time
+import numpy as np, xvcomm
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+comm = xvcomm.init()
+comm.barrier()
+def end():
+    while len(comm.history()) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=end).start()
+comm.recv(np.ones(3), 1 - comm.rank)
 """
 
 
@@ -236,6 +250,13 @@ def test_a_regular_exit_leaves_no_dump(tmp_path: Path, code: str, dumps: bool) -
     assert (found is not None) == dumps
     if found is not None:
         assert found.ranks[0].ending == "SystemExit: 3"
+
+
+def test_a_program_that_raises_on_sigterm_leaves_dumps(tmp_path: Path) -> None:
+    """Also while it waits in an operation, as docs/observability.md says."""
+    found = dumped(tmp_path, TERMINATED, 2)
+    assert found is not None
+    assert [OpCode(state.records[-1].op) for state in found.ranks.values()] == [OpCode.RECV] * 2
 
 
 def test_ranks_that_die_at_once_are_written_down(tmp_path: Path) -> None:
