@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from xvcomm.system.processes import halted
 from xvcomm.trace.snapshot import Snapshot, load_folder
 from xvcomm.types.opcode import OpCode
 
@@ -36,6 +37,15 @@ if comm.rank == 3:
     time.sleep(1)  # what it has sent must be out: its threads stop, too
     os.kill(os.getpid(), signal.SIGSTOP)
 comm.all_reduce(x)
+"""
+STOPS = """
+import os, signal, xvcomm
+comm = xvcomm.init()
+comm.barrier()
+print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
+if comm.rank < 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.barrier()
 """
 END = """
 import numpy as np, xvcomm
@@ -107,12 +117,12 @@ class Hang:
         pids: its processes, by rank.
     """
 
-    def __init__(self, folder: Path, hosts: str) -> None:
+    def __init__(self, folder: Path, hosts: str, program: str = HANG, stopped: Sequence[int] = (3,)) -> None:
         script, self._out, tag = folder / "hang.py", folder / "out", secrets.token_hex(3)
         self.host = tag + hosts[-1] if hosts else ""
         labels = "import os; os.environ['XVCOMM_HOST'] = os.environ['HOSTS'].split()[int(os.environ['RANK'])]\n"
-        script.write_text((labels if hosts else "") + HANG)
-        command = [sys.executable, "-m", "xvcomm", "run", "-n", "4", sys.executable, str(script)]
+        script.write_text((labels if hosts else "") + program)
+        command = [sys.executable, "-m", "xvcomm", "run", "-n", str(len(hosts) or 4), sys.executable, str(script)]
         self._process = subprocess.Popen(
             command,
             stdout=self._out.open("w"),
@@ -120,9 +130,10 @@ class Hang:
             env=os.environ | {"HOSTS": " ".join(tag + host for host in hosts), "XVCOMM_PEER_TIMEOUT": "600"},
         )
         self.pids: dict[int, int] = {}
-        self._until(lambda: len(self._started()) == 4)
+        self._until(lambda: len(self._started()) == (len(hosts) or 4))
         self.pids = self._started()
-        self._until(lambda: Path(f"/proc/{self.pids[3]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        for rank in stopped:
+            self._until(lambda pid=self.pids[rank]: halted(pid))
         time.sleep(0.5)
 
     def _started(self) -> dict[int, int]:
@@ -192,6 +203,14 @@ def test_a_trace_tells_what_carries_operations(hang: Hang, tmp_path: Path) -> No
     assert ("send", "tcp" if hang.host else "shm") in {(row["op"], row["way"]) for row in told["operations"]}
     assert bool(rails) == any(name.startswith("rail ") for name in tracks) == bool(hang.host)
     assert sum(map(sum, rails)) >= 2 * bool(hang.host)
+
+
+def test_ranks_that_do_not_answer_hide_none_that_does(tmp_path: Path) -> None:
+    """Of four ranks of this host only the last one can tell of the other host's."""
+    with contextlib.closing(Hang(tmp_path, "aaaab", STOPS, stopped=range(3))) as hang:
+        told = json.loads(explain("--json", str(hang.pids[3])).stdout)["ranks"]
+    assert set(told) == {"0", "1", "2", "3", "4"}
+    assert {rank for rank, state in told.items() if state["stopped"]} == {"0", "1", "2"}
 
 
 def test_on_a_signal(hang: Hang) -> None:
