@@ -80,6 +80,12 @@ class Job:
             each.close()
 
 
+def call_often(comm):
+    """More operations than flight recorders tell of."""
+    for _ in range(100):
+        comm.barrier()
+
+
 def never_called(job):
     if job.rank == 2:
         job.compute()
@@ -88,14 +94,23 @@ def never_called(job):
 
 
 def never_called_in_a_new_communicator(job):
-    """Flight recorders tell only of the newest operations."""
-    for _ in range(100):
-        job.over.barrier()
+    """All have called many operations of another one before."""
+    call_often(job.over)
     with job.over.split(0) as new:
         if job.rank == 2:
             job.compute()
         else:
             new.barrier(timeout=TIMEOUT)
+
+
+def never_called_after_many_of_another_communicator(job):
+    """Its flight recorder tells nothing more of the one that the others wait in."""
+    with job.over.split(job.rank) as own:
+        if job.rank == 2:
+            call_often(own)
+            job.compute()
+        else:
+            job.a.all_reduce(job.x)
 
 
 def two_never_called(job):
@@ -239,6 +254,20 @@ def asynchronous_receive_and_a_loop(job):
         job.a.recv(job.x, 1)
 
 
+def asynchronous_receive_before_many_other_operations(job):
+    """Rank 1 waits in what it has called long ago, with more patience than rank 0."""
+    with job.over.split(job.rank) as own:
+        if job.rank == 1:
+            job.a.timeout = AMPLE
+            work = job.a.irecv(job.x, 2)
+            call_often(own)
+            work.wait()
+        elif job.rank == 0:
+            job.a.recv(job.x, 1)
+        else:
+            job.compute()
+
+
 def asynchronous_sum_and_a_loop(job):
     if job.rank == 1:
         job.a.all_reduce(job.x, async_op=True)
@@ -306,6 +335,8 @@ CASES = {
     never_called: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in since .*test_deadlocks\.py:\d+.*: "
     + r"rank 2 is outside xvcomm in compute",
     never_called_in_a_new_communicator: r"Rank 2 never called barrier #0 .*: " + BUSY.format(2),
+    never_called_after_many_of_another_communicator: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in .*: "
+    + BUSY.format(2),
     two_never_called: r"Ranks 1 and 3 never called all_gather #1 .* ranks 0 and 2 are in",
     blocked_in_a_system_call: r"Rank 1 never called barrier #1 .*in blocked_in_a_system_call",
     holds_the_interpreter_lock: r"Rank 3 never called all_reduce #1 .*in holds_the_interpreter_lock",
@@ -322,12 +353,13 @@ CASES = {
     everyone_sends: r"Ranks 0-3 wait in a cycle\. Rank .*which rank \d does not receive",
     two_send_to_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
     receives_from_the_wrong_rank: r"Rank 2 does not send in the recv from rank 2 .* rank 0 is in .*: " + BUSY.format(2),
-    sends_to_the_wrong_rank: r"Rank 2 does not receive in the send to rank 2 .*: "
-    + BUSY.format(2) + r"|Rank 0 does not send in the recv from rank 0",
+    sends_to_the_wrong_rank: r"Rank 2 does not receive in the send to rank 2 .* rank 0 is in .*: " + BUSY.format(2),
     chain: r"Rank 3 does not send in the recv from rank 3 .* rank 2 is in .*: " + BUSY.format(3),
     chain_over_communicators: r"Rank 3 does not send in the recv from rank 3 .* rank 2 is in .*: " + BUSY.format(3),
     one_receive_too_many: r"Rank 0 does not send in the recv from rank 0 .* rank 1 is in .*: " + BUSY.format(0),
     asynchronous_receive_and_a_loop: r"Rank 1 does not send in the recv from rank 1 .* rank 0 is in .*: " + BUSY.format(1),
+    asynchronous_receive_before_many_other_operations: r"Rank 2 does not send in the recv from rank 2 .* rank 1 is in .*: "
+    + BUSY.format(2),
     asynchronous_sum_and_a_loop: r"Rank 1 never called barrier #2 .*: " + BUSY.format(1),
     uneven_loop: r"Rank 3 never called all_reduce #3 .* ranks 0-2 are in .*: " + BUSY.format(3),
     uneven_loop_and_end: r"rank 3 .*left",
@@ -339,7 +371,8 @@ CASES = {
     stages_wait_for_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
 }  # fmt: skip
 ON_ONE_HOST = (
-    never_called, never_called_in_a_new_communicator, holds_the_interpreter_lock, stopped, in_a_receive_instead,
+    never_called, never_called_in_a_new_communicator, never_called_after_many_of_another_communicator,
+    asynchronous_receive_before_many_other_operations, holds_the_interpreter_lock, stopped, in_a_receive_instead,
     communicators_swapped, everyone_sends, chain_over_communicators, uneven_loop_and_end, sizes_differ,
 )  # fmt: skip
 ON_GPUS = (never_called, communicators_swapped, in_a_receive_instead, everyone_receives, uneven_loop, roots_differ)

@@ -31,10 +31,12 @@ from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store import MemoryStore, join_barrier
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import ended, refuse
+from xvcomm.trace import groups, journal
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
 from xvcomm.trace.format import State, read_history, region_bytes
 from xvcomm.trace.recorder import Recorder
+from xvcomm.trace.snapshot import Group
 from xvcomm.types.deadline import NEVER, Deadline
 from xvcomm.types.dtype import UINT8
 from xvcomm.types.opcode import OpCode
@@ -94,6 +96,31 @@ def test_a_post_is_noted_even_if_the_contract_check_is_aborted() -> None:
     assert noted == [(7, n, OpCode.ALL_REDUCE, size, -1, State.POSTED) for n, size in ((5, 8), (6, 16))]
     assert read_history(memory)[0].call_site.startswith("test_faults_parts.py:")
     contract.close()
+
+
+def test_a_post_notes_the_newest_collective_of_its_communicator() -> None:
+    """Also where the flight recorder keeps no record of it any more, but not once the communicator is aborted."""
+    made = [Segment.create("/dev/shm", "test_contract", ContractCheck.size(1)) for _ in range(3)]
+    memory = memoryview(bytearray(region_bytes(16)))
+    recorder = Recorder(memory[:])
+    recorder.note_group(Group(7, "0", (0, 1)))
+    recorder.note_group(Group(8, "0.1", (0,)))
+    first, other, unknown = (
+        ContractCheck(s, (0,), 0, recorder, ident) for s, ident in zip(made, (7, 8, 9), strict=True)
+    )
+    for sequence in range(5):
+        first.post(sequence, call(8), find_call_site(0))
+    for sequence in range(64):
+        assert unknown.post(sequence, call(8), find_call_site(0)) >= 0
+    assert journal.state(memory).groups == (Group(7, "0", (0, 1), 4), Group(8, "0.1", (0,), -1))
+    first.abort(Reason.ABORTED.word(0))
+    first.post(5, call(8), find_call_site(0))
+    other.post(0, call(8), find_call_site(0))
+    recorder.close()
+    other.post(1, call(8), find_call_site(0))
+    assert [group.newest for group in groups.read(memory)] == [4, 0]
+    for contract in (first, other, unknown):
+        contract.close()
 
 
 def test_a_contract_check_keeps_the_first_reason_and_its_words(contracts: Contracts) -> None:

@@ -84,6 +84,19 @@ def test_only_the_newest_are_kept(memory: memoryview) -> None:
     assert [r.sequence for r in read_history(memory) if r.state == State.DONE] == [24]
 
 
+def test_the_newest_come_with_older_ones_that_have_not_ended(memory: memoryview) -> None:
+    """As many at the most as were asked for: then the newest of these."""
+    recorder = Recorder(memory)
+    numbers = [begin(recorder, 0, i, OpCode.RECV, FLOAT32, i) for i in range(20)]
+    for number in numbers[8:]:
+        recorder.end(number)
+    recorder.end(numbers[5])
+    assert [r.sequence for r in read_history(memory, 2)] == [6, 7, 18, 19]
+    assert [r.sequence for r in read_history(memory, 4)] == [4, 6, 7, 16, 17, 18, 19]
+    assert [r.sequence for r in read_history(memory, 14)] == [4, *range(6, 20)]
+    assert [r.sequence for r in read_history(memory, 99)] == list(range(4, 20))
+
+
 def test_life(memory: memoryview) -> None:
     assert read_life(memory) is Life.JOINING
     Recorder(memory).live(Life.CLOSED)

@@ -1,6 +1,7 @@
 """Waits of ranks, and the verdict, derived from the flight recorders of ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,17 +137,52 @@ def test_an_operation_that_has_just_failed_is_waited_in() -> None:
     assert judge(waits(before(long_ago), before(), before(), before())).text == "No rank waits for another one."
 
 
-def test_a_new_communicator_of_ranks_that_have_called_much_before() -> None:
-    """Flight recorders that have overwritten records still show that a rank has not come, if the communicator is younger."""
-    new, many = record(OpCode.BARRIER, 0, communicator=8), tuple(before())
+def test_ranks_whose_records_of_a_communicator_are_overwritten() -> None:
+    """The number of the newest collective of each communicator is kept apart from the records."""
+    fifth, many = record(OpCode.BARRIER, 5, communicator=8), tuple(before())
 
-    def verdict(opened: int) -> str:
-        both = (WORLD, Group(8, "0.1", (0, 1, 2, 3), opened))
-        states = [RankState(groups=both, records=(*many, *more), dropped=9) for more in ([new], [new], [], [new])]
-        return judge(waits(*states)).text
+    def verdict(newest: int | None) -> str:
+        """Of three ranks that are in a barrier, and one that has called collectives to a number."""
+        both = [(WORLD, Group(8, "0.1", (0, 1, 2, 3), number)) for number in (5, 5, newest, 5)]
+        records = [(*many, fifth), (*many, fifth), many, (*many, fifth)]
+        return judge(
+            waits(*(RankState(groups=g, records=r, dropped=9) for g, r in zip(both, records, strict=True)))
+        ).text
 
-    assert verdict(NOW - 3 * 10**9).startswith("Rank 2 never called barrier #0 on communicator 0.1")
-    assert "No rank holds it up" in verdict(NOW - 10**10)
+    for newest in (-1, 4):
+        assert verdict(newest).startswith("Rank 2 never called barrier #5 on communicator 0.1")
+    assert verdict(5).startswith("All ranks have come to barrier #5 on communicator 0.1")
+    assert verdict(None).endswith("Others may hold it up: rank 2.") and "All ranks have" not in verdict(None)
+
+
+def test_a_communicator_of_which_no_rank_has_told() -> None:
+    inside = RankState(records=(record(OpCode.BARRIER, 5, communicator=8),), dropped=9)
+    away = RankState(records=(record(OpCode.BARRIER, 9, communicator=9, done=True),), dropped=9)
+    verdict = judge(waits(inside, inside, away, inside))
+    assert verdict.text.startswith("Nothing is known of the communicator of barrier #5 that ranks 0, 1 and 3 are in")
+    assert verdict.text.endswith("Others may hold it up.") and not verdict.ranks
+
+
+def test_the_oldest_wait_of_hosts_whose_clocks_differ() -> None:
+    """Rank 0 waits for rank 1 since 5 seconds, and rank 2 for rank 3 since 2: the clock of its host is a minute behind."""
+    minute = 60 * 10**9
+    late = replace(record(OpCode.RECV, 1, peer=3), posted=NOW - 2 * 10**9 - minute)
+    behind = RankState(groups=(WORLD,), records=(late,), ahead=-minute)
+    found = waits([record(OpCode.RECV, 1, peer=1, ago=5)], before(), behind, before(), hosts="aabb")
+    verdict = judge(found)
+    assert verdict.ranks == (1,) and "rank 0 is in since 5.0 s" in verdict.text, verdict.text
+    assert judge(found, rank=2).ranks == (3,) and "rank 2 is in since 2.0 s" in judge(found, rank=2).text
+
+
+def test_the_first_difference_of_hosts_whose_clocks_differ() -> None:
+    minute = 60 * 10**9
+    first = [record(OpCode.BARRIER, 3, ago=9), record(OpCode.BARRIER, 1, communicator=8, ago=5)]
+    other = [record(OpCode.BROADCAST, 3, ago=9), record(OpCode.BROADCAST, 1, communicator=8, ago=5)]
+    behind = [replace(one, posted=one.posted - minute) for one in (other[1], other[1])]
+    states = [RankState(records=(first[0],)), RankState(records=(other[0],)),
+              RankState(records=(behind[0],), ahead=-minute), RankState(records=(first[1],))]  # fmt: skip
+    difference = waits(*states, hosts="aabb").first_difference()
+    assert difference is not None and [rank for rank, _ in difference] == [0, 1]
 
 
 def test_a_rank_that_waits_in_something_unknown() -> None:
@@ -240,13 +276,13 @@ def test_ranks_in_brief() -> None:
     ):
         memory = memoryview(bytearray(20000))
         assert groups.brief(ranks) == text
-        group = Group(1, "dp", ranks, opened=NOW)
-        assert groups.write(memory, group) and groups.read(memory) == (group,)
+        assert groups.write(memory, Group(1, "dp", ranks)) and groups.read(memory) == (Group(1, "dp", ranks, -1),)
 
 
 def test_more_communicators_than_places() -> None:
     memory = memoryview(bytearray(20000))
-    written = [groups.write(memory, Group(i + 1, str(i), (0, 1))) for i in range(40)]
-    assert written.count(True) == 32 == len(groups.read(memory))
+    written = [groups.write(memory, Group(i + 1, str(i), (0, 1))) for i in range(130)]
+    assert written.count(True) == 120 == len(groups.read(memory))
+    assert groups.newest_at(memory, 120) and not groups.newest_at(memory, 121)
     groups.erase(memory, 5)
-    assert groups.write(memory, Group(99, "new", (0, 1)))
+    assert groups.write(memory, Group(199, "new", (0, 1))) and not groups.write(memory, Group(200, "new", (0, 1)))

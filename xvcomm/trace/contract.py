@@ -20,7 +20,7 @@ from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory.ring import ABORT, ENTRY, LEDGER, LEDGER_ENTRY, LINE, Message, Reason, ledger_at
 from xvcomm.memory.segment import PAGE, Segment
 from xvcomm.trace.format import DONE
-from xvcomm.trace.recorder import Recorder, note, note_end
+from xvcomm.trace.recorder import Recorder, note, note_end, note_newest
 
 _ATTACHED, _DEPARTURES = 2 * LINE, 3 * LINE
 _NOTES = LEDGER * ENTRY
@@ -64,6 +64,7 @@ _PLACE = np.dtype([
     ("me", "i8"),  # this rank's row
     ("recorder", "i8"),  # `Recorder.handle`
     ("communicator", "i8"),  # its number there
+    ("newest", "i8"),  # `Recorder.newest_at` of it
 ])  # fmt: skip
 _Place, _place_at = python_type(_PLACE), compiled_at(_PLACE)
 
@@ -74,7 +75,10 @@ def post(place, sequence, op, dtype, nbytes, tag, detail, call_site):  # type: i
     here = _place_at(place)
     number = note(here.recorder, here.communicator, sequence, op, dtype, nbytes, -1, tag, call_site)
     agreed = _compare(here.contract, here.ranks, here.me, sequence, op, dtype, nbytes, tag, detail)
-    return number if agreed else ~number
+    if not agreed:
+        return ~number
+    note_newest(here.recorder, here.newest, sequence)
+    return number
 
 
 @register_jitable
@@ -132,7 +136,8 @@ class ContractCheck:
         self._me = ranks.index(rank)
         self._address = segment.address
         self.stop = segment.address + ABORT
-        self._place = _Place(segment.address, len(ranks), self._me, recorder.handle, communicator)
+        newest = recorder.newest_at(communicator)
+        self._place = _Place(segment.address, len(ranks), self._me, recorder.handle, communicator, newest)
         self.place = ctypes.addressof(self._place)
         self._word = ctypes.c_int64.from_address(self.stop)
         self._departures = ctypes.c_int64.from_address(segment.address + _DEPARTURES)

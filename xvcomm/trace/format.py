@@ -1,8 +1,8 @@
 """The flight recorder's memory format, and how to read it: without numba, so also from a file of a process that has died.
 
 A region belongs to one rank: a header of 128 bytes (`Life`; number of records written so far; when the rank's stack was asked for
-last; when the clock of rank 0's host was compared with this one's, and how far it is ahead), then PLACES for its communicators
-(see `groups`) and RDMA devices (see `grades`), each as long as a record, then records in
+last; when the clock of rank 0's host was compared with this one's, and how far it is ahead), then PLACES for RDMA devices (see
+`grades`) and its communicators (see `groups`), each as long as a record, then records in
 a circle: `Record`'s fields in order, words of 64 bits and the text of the call site.
 """
 
@@ -17,11 +17,11 @@ from xvcomm.types.dtype import BY_CODE
 from xvcomm.types.opcode import OpCode
 
 HEADER_BYTES = 128
-GROUPS = 32
-"""Most communicators of a rank whose names and ranks other processes can read."""
 NICS = 8
 """Most RDMA devices of a rank whose grades other processes can read."""
-PLACES = GROUPS + NICS
+GROUPS = 120
+"""Most communicators of a rank whose names and ranks other processes can read."""
+PLACES = NICS + GROUPS
 CALL_SITE_BYTES = 48
 
 
@@ -100,9 +100,9 @@ class Topic(enum.IntEnum):
     """What a process asks another one for, which answers without its interpreter."""
 
     RECORDS = 0
-    """The newest of a flight recorder."""
+    """The newest of a flight recorder, and as many of the older ones at the most that have not ended."""
     GROUPS = 1
-    """The places of a flight recorder's communicators, and of RDMA devices behind them."""
+    """The places of RDMA devices, and of a flight recorder's communicators behind them."""
     TAKE_STACK = 2
     """Nothing; the process writes the stacks of its Python threads to memory, soon afterwards."""
     STACK = 3
@@ -121,7 +121,7 @@ class Question(NamedTuple):
     """What a process is asked.
 
     Attributes:
-        wanted: the most parts of the answer, 1 to MOST_PARTS.
+        wanted: the most parts of the answer, 1 to MOST_PARTS; of records how many of the newest.
         about: index of a rank among those of the asked one's host, or ITSELF; of stacks always ITSELF.
     """
 
@@ -160,8 +160,9 @@ _RECORD = struct.Struct(f"<{len(WORDS)}q{CALL_SITE_BYTES}s")
 RECORD_BYTES = _RECORD.size
 STACK_NANOSECONDS = 500_000_000
 """For how long a stack is not asked for again: who reads it meanwhile must find it whole."""
-RECORDS_AT = HEADER_BYTES + PLACES * RECORD_BYTES
-"""Where the records begin in a region."""
+GROUPS_AT = HEADER_BYTES + NICS * RECORD_BYTES
+RECORDS_AT = GROUPS_AT + GROUPS * RECORD_BYTES
+"""Where the places of communicators and the records begin in a region."""
 
 
 def region_bytes(records: int) -> int:
@@ -197,6 +198,12 @@ def read_written(memory: memoryview) -> int:
 
 
 def read_history(memory: memoryview, wanted: int | None = None) -> list[Record]:
-    """All records kept in a region, or so many of the newest, oldest first."""
-    count, kept = memory.cast("q")[1], capacity(memory)
-    return [read_record(memory, n) for n in range(max(0, count - min(kept, wanted or kept)), count)]
+    """All records kept in a region, or so many of the newest and as many of the older ones at the most that have not ended,
+    oldest first.
+    """
+    words, kept = memory.cast("q"), capacity(memory)
+    count, most = words[1], wanted or kept
+    states = words[RECORDS_AT // 8 + WORDS.index("state") :: RECORD_BYTES // 8]
+    newest = max(0, count - min(kept, most))
+    pending = [n for n in range(max(0, count - kept), newest) if states[n % kept] == POSTED]
+    return [read_record(memory, n) for n in (*pending[-most:], *range(newest, count))]

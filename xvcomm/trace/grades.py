@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from xvcomm.trace.format import GROUPS, HEADER_BYTES, NICS, RECORD_BYTES
+from xvcomm.trace.format import GROUPS_AT, HEADER_BYTES, RECORD_BYTES
 from xvcomm.trace.snapshot import Grades
 
-_BEGIN = HEADER_BYTES + GROUPS * RECORD_BYTES
 _NONE = "-"
 
 
@@ -44,4 +43,4 @@ def _parse(place: bytes) -> Grades | None:
 
 
 def _places() -> Iterable[int]:
-    return range(_BEGIN, _BEGIN + NICS * RECORD_BYTES, RECORD_BYTES)
+    return range(HEADER_BYTES, GROUPS_AT, RECORD_BYTES)

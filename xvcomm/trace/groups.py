@@ -1,15 +1,17 @@
 """A rank's communicators in its region of the flight recorders, so that other processes know who takes part in what.
 
-A place is two words, the number of the communicator in records, 0 if the place is free, and when it was created; then text: its
-ranks in brief and its name, `0-3,8-14/2 dp`. Reads may happen at any time: a place that changes meanwhile is left out.
+A place is two words, the number of the communicator in records, 0 if the place is free, and the number of its newest collective
+that the rank has called, -1 if none, which compiled code writes in each; then text: its ranks in brief and its name,
+`0-3,8-14/2 dp`. Reads may happen at any time: a place that changes meanwhile is left out.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from xvcomm.trace.format import GROUPS, HEADER_BYTES, RECORD_BYTES
+from xvcomm.trace.format import GROUPS_AT, RECORD_BYTES, RECORDS_AT
 from xvcomm.trace.snapshot import Group
 
 _IDENT, _HEAD = struct.Struct("<q"), struct.Struct("<qq")
@@ -22,10 +24,15 @@ def write(memory: memoryview, group: Group) -> bool:
     for at in _places():
         if not _ident(memory, at):
             memory[at + _HEAD.size : at + RECORD_BYTES] = _text(group).ljust(_TEXT_BYTES, b"\0")
-            _HEAD.pack_into(memory, at, 0, group.opened)
+            _HEAD.pack_into(memory, at, 0, -1)
             _IDENT.pack_into(memory, at, group.ident)
             return True
     return False
+
+
+def newest_at(memory: memoryview, ident: int) -> int:
+    """Offset in a region of the number of a communicator's newest collective; 0 if the communicator has no place."""
+    return next((at + _IDENT.size for at in _places() if _ident(memory, at) == ident), 0)
 
 
 def erase(memory: memoryview, ident: int) -> None:
@@ -38,7 +45,7 @@ def erase(memory: memoryview, ident: int) -> None:
 def read(memory: memoryview) -> tuple[Group, ...]:
     """The communicators of a region."""
     found = []
-    for at in _places():
+    for at in filter(partial(_ident, memory), _places()):
         group = parse(bytes(memory[at : at + RECORD_BYTES]))
         if group is not None and _ident(memory, at) == group.ident:
             found.append(group)
@@ -52,16 +59,16 @@ def parse_all(places: Iterable[bytes]) -> tuple[Group, ...]:
 
 def parse(place: bytes) -> Group | None:
     """What a place says; None if it is free."""
-    ident, opened = _HEAD.unpack_from(place)
+    ident, newest = _HEAD.unpack_from(place)
     ranks, _, name = place[_HEAD.size :].partition(b"\0")[0].decode(errors="replace").partition(" ")
     try:
-        return Group(ident, name, tuple(_ranks(ranks)), opened) if ident and ranks else None
+        return Group(ident, name, tuple(_ranks(ranks)), newest) if ident and ranks else None
     except ValueError:  # it is being written
         return None
 
 
 def _places() -> Iterable[int]:
-    return range(HEADER_BYTES, HEADER_BYTES + GROUPS * RECORD_BYTES, RECORD_BYTES)
+    return range(GROUPS_AT, RECORDS_AT, RECORD_BYTES)
 
 
 def _ident(memory: memoryview, at: int) -> int:

@@ -15,7 +15,7 @@ from xvcomm.trace.format import read_history, read_life, read_written, region_by
 from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.topology import RankInfo
 
-MAGIC = b"xvcomm journal 2"
+MAGIC = b"xvcomm journal 3"
 _HEAD = struct.Struct(f"<{len(MAGIC)}sq")
 _ALIGNED = 128
 
@@ -81,7 +81,7 @@ def read(memory: memoryview) -> Snapshot | None:
 
 
 def state(region: memoryview, wanted: int | None = None) -> RankState:
-    """What a rank does, to all the records kept or so many of the newest."""
+    """What a rank does, to all the records kept or those of `read_history`."""
     records = tuple(read_history(region, wanted))
     dropped = read_written(region) - len(records)
     return RankState(

@@ -28,6 +28,7 @@ from xvcomm.trace.format import (
     HEAD_WORDS,
     HEADER_BYTES,
     ITSELF,
+    NICS,
     PLACES,
     POSTED,
     RECORD_BYTES,
@@ -64,7 +65,7 @@ _Writer, _writer_at = python_type(_WRITER), compiled_at(_WRITER)
 _header_at, _record_at = compiled_at(_HEADER), compiled_at(_RECORD)
 
 _TAKE_STACK, _STACK = int(Topic.TAKE_STACK), int(Topic.STACK)
-_OF_GROUPS = int(Topic.GROUPS)
+_OF_RECORDS, _OF_GROUPS = int(Topic.RECORDS), int(Topic.GROUPS)
 
 _tgkill = types.ExternalFunction("tgkill", types.int32(types.int32, types.int32, types.int32))
 _ftruncate = types.ExternalFunction("ftruncate", types.int32(types.int32, types.int64))
@@ -89,6 +90,14 @@ def note(handle, communicator, sequence, op, dtype, nbytes, peer, tag, call_site
         writer.number = number + 1
         store_release(address_of(_header_at(region), "written"), number + 1)
     return number
+
+
+@register_jitable
+def note_newest(handle, newest, sequence):  # type: ignore[no-untyped-def]
+    """Note the number of a communicator's newest collective at its place, `Recorder.newest_at`."""
+    region = _writer_at(handle).region
+    if region != 0 and newest != 0:
+        store(region + newest, sequence)
 
 
 @register_jitable
@@ -130,18 +139,39 @@ def _take_stack(writer):  # type: ignore[no-untyped-def]
 
 @register_jitable
 def extent(handle, topic, index, count):  # type: ignore[no-untyped-def]
-    """Number of the first part of an answer, and the number behind the last one: at most `count`, of records the newest."""
+    """Number of the first part of an answer, and the number behind the last one, see `Question`; more follow by `following`."""
     writer = _writer_at(handle)
     if topic == _OF_GROUPS:
-        return 0, min(PLACES, count)
+        last, first = min(PLACES, count), _region(writer, index) + HEADER_BYTES
+        while last > NICS and load(first + (last - 1) * RECORD_BYTES) == 0:  # a free place
+            last -= 1
+        return 0, last
     if topic == _TAKE_STACK:
         _take_stack(writer)
         return 0, 0
     if topic == _STACK:
         last = (_lseek(writer.stacks, 0, os.SEEK_END) + RECORD_BYTES - 1) // RECORD_BYTES if writer.stacks >= 0 else 0
         return 0, min(last, count)  # the newest calls
-    written = load_acquire(address_of(_header_at(_region(writer, index)), "written"))
-    return max(0, written - min(count, writer.capacity)), written
+    region = _region(writer, index)
+    written = load_acquire(address_of(_header_at(region), "written"))
+    first = number = max(0, written - min(count, writer.capacity))
+    while number > max(0, written - writer.capacity) and count > 0:
+        number -= 1
+        if _record_at(region + RECORDS_AT, number % writer.capacity).state == POSTED:
+            first, count = number, count - 1
+    return first, written
+
+
+@register_jitable
+def following(handle, topic, index, number, last, count):  # type: ignore[no-untyped-def]
+    """Number of the part of an answer behind `number`; `last` or more if there is none."""
+    number += 1
+    if topic == _OF_RECORDS:
+        writer = _writer_at(handle)
+        records = _region(writer, index) + RECORDS_AT
+        while number < last - count and _record_at(records, number % writer.capacity).state != POSTED:
+            number += 1
+    return number
 
 
 @register_jitable
@@ -210,6 +240,13 @@ class Recorder:
         """Let other processes know a communicator, as far as there is room."""
         with contextlib.suppress(ValueError):  # closed
             groups.write(self._memory, group)
+
+    def newest_at(self, ident: int) -> int:
+        """Where `note_newest` notes a communicator's collectives; 0 if there was no room for the communicator."""
+        try:
+            return groups.newest_at(self._memory, ident)
+        except ValueError:  # closed
+            return 0
 
     def erase_group(self, ident: int) -> None:
         """A communicator is closed."""

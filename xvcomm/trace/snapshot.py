@@ -25,13 +25,13 @@ class Group(msgspec.Struct, frozen=True):
         ident: its number in records.
         name: its path, `0` for the one of all ranks.
         ranks: its ranks as numbers of the whole job, in the communicator's order; empty if they are not known.
-        opened: when the rank that tells of it created it, in nanoseconds since the epoch by that rank's clock; 0 if not known.
+        newest: number of the newest collective that the rank which tells of it has called, -1 if none; None if not known.
     """
 
     ident: int
     name: str
     ranks: tuple[int, ...]
-    opened: int = 0
+    newest: int | None = None
 
 
 class Grades(msgspec.Struct, frozen=True):

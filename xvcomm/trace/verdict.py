@@ -66,7 +66,7 @@ def _start(waits: Waits, rank: int | None, record: Record | None) -> Wait | None
     found = [wait for r, of_rank in waits.all.items() if rank in (None, r) for wait in of_rank]
     same = [wait for wait in found if record is not None and _same(wait.record, record)]
     blocking = [wait for wait in found if waits.condition(wait.rank) is Condition.WAITS]
-    return min(same or blocking or found, key=lambda wait: wait.record.posted, default=None)
+    return min(same or blocking or found, key=waits.since, default=None)
 
 
 def _same(one: Record, other: Record) -> bool:
@@ -250,11 +250,16 @@ class _Judge:
     def _stuck(self, wait: Wait) -> Verdict:
         over = f" over {'; '.join(map(str, wait.record.shares))}" if wait.record.shares else ""
         how = f" It goes by {wait.record.way}{over}." if wait.record.way else ""
-        come = f"come to {self._words.describe(wait)} that {self._all_in(wait)}.{how}"
-        if self._waits.unknown(wait):
-            return Verdict(f"All ranks that could be asked have {come} Others may hold it up.", ())
-        text = f"All ranks have {come}"
-        return Verdict(f"{text} No rank holds it up: it is slow, or what carries it is stuck (a link, a device).", ())
+        what = f"{self._words.describe(wait)} that {self._all_in(wait)}.{how}"
+        unknown = self._waits.unknown(wait)
+        if wait.group is None:
+            text = f"Nothing is known of the communicator of {what} Others may hold it up."
+        elif unknown:
+            text = f"All ranks of which it is known have come to {what} Others may hold it up: {_ranks(unknown)}."
+        else:
+            slow = "it is slow, or what carries it is stuck (a link, a device)"
+            text = f"All ranks have come to {what} No rank holds it up: {slow}."
+        return Verdict(text, ())
 
     def _all_in(self, wait: Wait) -> str:
         ranks = self._in(wait)

@@ -94,9 +94,16 @@ class Waits:
         """Of any rank; one of which nothing is known is silent."""
         return self.conditions.get(rank, Condition.SILENT)
 
-    def unknown(self, wait: Wait) -> bool:
-        """Whether there may be ranks that hold an operation up and of which nothing is known."""
-        return wait.group is None or any(rank not in self._states for rank in wait.group.ranks)
+    def since(self, wait: Wait) -> int:
+        """When a rank called the operation that it is in, by the reader's clock."""
+        return self._called(wait.rank, wait.record)
+
+    def unknown(self, wait: Wait) -> tuple[int, ...]:
+        """The ranks of which it is not known whether they have come to an operation."""
+        others = wait.group.ranks if wait.group is not None else ()
+        if wait.record.peer != NO_PEER:
+            return tuple(rank for rank in others if rank not in self._states)
+        return tuple(rank for rank in others if rank != wait.rank and self._has_come(rank, wait.record) is None)
 
     def first_difference(self) -> tuple[tuple[int, Record], tuple[int, Record]] | None:
         """The oldest collective that two ranks called differently, with both calls."""
@@ -108,7 +115,10 @@ class Waits:
                     first = said.setdefault((record.communicator, record.sequence), (rank, record))
                     if not _agree(first[1], record):
                         found.append((first, (rank, record)))
-        return min(found, key=lambda pair: pair[0][1].posted, default=None)
+        return min(found, key=lambda pair: self._called(*pair[0]), default=None)
+
+    def _called(self, rank: int, record: Record) -> int:
+        return record.posted - self._states[rank].ahead
 
     @cached_property
     def _pending(self) -> dict[int, list[Record]]:
@@ -154,7 +164,7 @@ class Waits:
         if record.peer != NO_PEER:
             return self._message(rank, record, group)
         others = [r for r in (group.ranks if group is not None else ()) if r != rank]
-        absent = tuple(r for r in others if not self._has_come(r, record))
+        absent = tuple(r for r in others if self._has_come(r, record) is False)
         if absent:
             return Wait(rank, record, group, Why.ABSENT, absent)
         same = {r: self._same_call(r, record) for r in others}
@@ -178,15 +188,20 @@ class Waits:
         """What a rank is in, or was in when it ended."""
         return [record for record in self._states[rank].records if record.state != State.DONE]
 
-    def _has_come(self, rank: int, record: Record) -> bool:
-        """Whether a rank has called a collective. The record of a message has the number of the next collective."""
+    def _has_come(self, rank: int, record: Record) -> bool | None:
+        """Whether a rank has called a collective, None if that is not known."""
         state = self._states.get(rank)
         if state is None:
-            return True  # it was not asked: nothing is said of it
+            return None  # it was not asked
         same = [other for other in state.records if other.communicator == record.communicator]
-        if not same and state.dropped and not _keeps_all(state, record.communicator):
-            return True  # its records of this communicator may be overwritten
-        return any(other.sequence - (other.peer != NO_PEER) >= record.sequence for other in same)
+        newest = next((group.newest for group in state.groups if group.ident == record.communicator), None)
+        # the record of a message has the number of the next collective
+        called = max((other.sequence - (other.peer != NO_PEER) for other in same), default=-1)
+        if max(called, -1 if newest is None else newest) >= record.sequence:
+            return True
+        # behind a record that has ended all newer ones are there
+        known = newest is not None or not state.dropped or any(other.state != State.POSTED for other in same)
+        return False if known else None
 
     def _same_call(self, rank: int, record: Record) -> Record | None:
         state = self._states.get(rank)
@@ -226,12 +241,6 @@ class Waits:
             return False
         called = [one for one in mine.records if _alike(one, record) and one.peer == record.peer]
         return called.index(record) >= sum(_alike(one, other) and one.peer in (me, ANY_PEER) for one in theirs.records)
-
-
-def _keeps_all(state: RankState, communicator: int) -> bool:
-    """Whether a rank has created a communicator after the oldest operation that its flight recorder keeps."""
-    opened = next((group.opened for group in state.groups if group.ident == communicator), 0)
-    return bool(state.records) and state.records[0].posted <= opened
 
 
 def _has_failed(state: RankState) -> bool:

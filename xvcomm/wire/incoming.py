@@ -264,7 +264,7 @@ def _asked(carrier: Any, rail: Any, frame: Any) -> int:
     if carrier.recorder != 0:
         if not may_ask(carrier.recorder, frame.lane, frame.wire):
             return REFUSED
-        rail.asked, rail.topic, rail.about = frame.number, frame.lane, frame.wire
+        rail.asked, rail.topic, rail.about, rail.wanted = frame.number, frame.lane, frame.wire, frame.slot
         rail.first, rail.last = extent(carrier.recorder, frame.lane, frame.wire, frame.slot)
     return 0
 

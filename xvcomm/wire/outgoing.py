@@ -27,7 +27,7 @@ from xvcomm.memory.ring import (
     lanes_used,
     part_bytes,
 )
-from xvcomm.trace.recorder import quote
+from xvcomm.trace.recorder import following, quote
 from xvcomm.wire.delivery import another_is_sooner, look
 from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import begin_copy, end_copy
@@ -352,7 +352,7 @@ def _send_tell(rail: Any, recorder: int) -> None:
     """The next part of an answer, or that there is none."""
     words = quote(recorder, rail.topic, rail.about, rail.first, rail.last, address_of(rail, "payload"))
     frame = _control(rail, _TELL, 0, rail.asked, words)
-    rail.first += 1
+    rail.first = following(recorder, rail.topic, rail.about, rail.first, rail.last, rail.wanted)
     frame.slot = max(0, rail.last - rail.first)
     if frame.slot == 0:
         rail.asked = 0

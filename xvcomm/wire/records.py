@@ -108,6 +108,7 @@ RAIL = np.dtype([
     ("about", "i8"),
     ("first", "i8"),
     ("last", "i8"),
+    ("wanted", "i8"),  # how many parts were asked for
     ("sent", "i8"),  # bytes since the rail came up
     ("received", "i8"),
     ("repeated", "i8"),  # slots that it has sent since which lost rails had

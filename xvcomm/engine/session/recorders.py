@@ -14,7 +14,7 @@ from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.reach import Reach
 from xvcomm.system import processes, stacks
 from xvcomm.trace import grades, groups
-from xvcomm.trace.format import GROUPS, PLACES, Life, Question, Topic
+from xvcomm.trace.format import NICS, PLACES, Answer, Life, Question, Topic
 from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.deadline import Deadline
 
@@ -23,7 +23,7 @@ _ASK_SECONDS, _SILENT_SECONDS = 0.5, 2.0
 _CLOCK_SECONDS = 2.0
 """How long all ranks of a host have to tell its clock."""
 _RECORDS = 64
-"""Maximum number of records of each rank in a snapshot."""
+"""Number of the newest records of each rank in a snapshot; with them come older ones that have not ended."""
 _STACK_SECONDS = 0.1
 """How long processes have to write their stacks."""
 
@@ -65,9 +65,7 @@ class Recorders:
                 self._silent.pop(rank, None)
                 answer = answers[rank]
                 self._clocks.note(self._joined[rank].info.host, answer)
-                records = answer.records()
-                dropped = int(len(records) == wanted)  # at least; how many is not told
-                found[rank] = RankState(life=answer.life, records=records, ahead=answer.ahead, dropped=dropped)
+                found[rank] = _told(answer, wanted)
             else:
                 self._silent[rank] = Deadline.after(_SILENT_SECONDS)
         return found
@@ -142,8 +140,7 @@ class Recorders:
         )
         if records is None or places is None:
             return None
-        state = RankState(records.life, answered=False, records=records.records(), ahead=records.ahead)
-        return _placed(state, places.parts)
+        return _placed(msgspec.structs.replace(_told(records, _RECORDS), answered=False), places.parts)
 
     def take_stacks(self, snapshot: Snapshot, ranks: Collection[int], deadline: Deadline) -> Snapshot:
         """The same with the stacks of ranks' main threads, as far as they arrive in time."""
@@ -196,7 +193,14 @@ class Recorders:
         return f"{stopped}its last operation: {found.records[-1].describe()}"
 
 
+def _told(answer: Answer, wanted: int) -> RankState:
+    """A rank's state with the records that it tells."""
+    records = answer.records()
+    dropped = int(len(records) >= wanted)  # at least; how many is not told
+    return RankState(life=answer.life, records=records, ahead=answer.ahead, dropped=dropped)
+
+
 def _placed(state: RankState, places: Sequence[bytes]) -> RankState:
     """A rank's state with what its places tell."""
-    of_groups, of_devices = places[:GROUPS], places[GROUPS:]
+    of_devices, of_groups = places[:NICS], places[NICS:]
     return msgspec.structs.replace(state, groups=groups.parse_all(of_groups), grades=grades.parse_all(of_devices))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -36,7 +35,7 @@ class Supervision:
         with self._lock:
             self._contexts.add(context)
             ranks = tuple(map(int, context.ranks))
-            self._journal.recorder.note_group(Group(context.ident, context.path, ranks, time.time_ns()))
+            self._journal.recorder.note_group(Group(context.ident, context.path, ranks))
             gone, known = [*self.lost, *self.left], list(self._news)
         for rank in gone:
             context.lifecycle.lose(rank)
