@@ -243,7 +243,10 @@ class TcpStore(Store):
             return self._connect(deadline, patient=False)
         except StoreError:
             if deadline.expired():
-                raise self._silent(what) from None
+                raise DeadlineExceeded(
+                    f"the store at {self._host}:{self._port} took no connection for {what} in time: the process that serves it "
+                    "(rank 0, or the launcher) is stopped or out of file descriptors, or its host is unreachable"
+                ) from None
             raise
 
     def _give_back(self, link: Connection) -> None:
