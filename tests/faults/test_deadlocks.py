@@ -330,13 +330,14 @@ def stages_wait_for_each_other(job):
         job.compute(0.1)
 
 
-BUSY = r"rank {0} is outside xvcomm in .*test_deadlocks\.py:\d+"
+OUTSIDE = "rank {0} is outside xvcomm"
+BUSY = OUTSIDE + r" in .*test_deadlocks\.py:\d+"
 CASES = {
     never_called: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in since .*test_deadlocks\.py:\d+.*: "
     + r"rank 2 is outside xvcomm in compute",
     never_called_in_a_new_communicator: r"Rank 2 never called barrier #0 .*: " + BUSY.format(2),
     never_called_after_many_of_another_communicator: r"Rank 2 never called all_reduce #1 .* ranks 0, 1 and 3 are in .*: "
-    + BUSY.format(2),
+    + OUTSIDE.format(2),
     two_never_called: r"Ranks 1 and 3 never called all_gather #1 .* ranks 0 and 2 are in",
     blocked_in_a_system_call: r"Rank 1 never called barrier #1 .*in blocked_in_a_system_call",
     holds_the_interpreter_lock: r"Rank 3 never called all_reduce #1 .*in holds_the_interpreter_lock",
@@ -353,20 +354,20 @@ CASES = {
     everyone_sends: r"Ranks 0-3 wait in a cycle\. Rank .*which rank \d does not receive",
     two_send_to_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
     receives_from_the_wrong_rank: r"Rank 2 does not send in the recv from rank 2 .* rank 0 is in .*: " + BUSY.format(2),
-    sends_to_the_wrong_rank: r"Rank 2 does not receive in the send to rank 2 .* rank 0 is in .*: " + BUSY.format(2),
+    sends_to_the_wrong_rank: r"Rank 2 does not receive in the send to rank 2 .* rank 0 is in .*: " + OUTSIDE.format(2),
     chain: r"Rank 3 does not send in the recv from rank 3 .* rank 2 is in .*: " + BUSY.format(3),
     chain_over_communicators: r"Rank 3 does not send in the recv from rank 3 .* rank 2 is in .*: " + BUSY.format(3),
     one_receive_too_many: r"Rank 0 does not send in the recv from rank 0 .* rank 1 is in .*: " + BUSY.format(0),
     asynchronous_receive_and_a_loop: r"Rank 1 does not send in the recv from rank 1 .* rank 0 is in .*: " + BUSY.format(1),
     asynchronous_receive_before_many_other_operations: r"Rank 2 does not send in the recv from rank 2 .* rank 1 is in .*: "
-    + BUSY.format(2),
+    + OUTSIDE.format(2),
     asynchronous_sum_and_a_loop: r"Rank 1 never called barrier #2 .*: " + BUSY.format(1),
     uneven_loop: r"Rank 3 never called all_reduce #3 .* ranks 0-2 are in .*: " + BUSY.format(3),
     uneven_loop_and_end: r"rank 3 .*left",
     collective_in_one_branch: r"rank 0 on \w+ called broadcast.*called barrier|called barrier.*rank 0 on \w+ called broadcast",
     roots_differ: r"called broadcast of 16 x float64 with root [01].*called broadcast of 16 x float64 with root [01]",
     sizes_differ: r"rank 1 on \w+ called all_reduce\(sum\) of 8 x float64|called all_reduce\(sum\) of 8 x float64.*rank 1",
-    a_subgroup_of_one_side: r"Ranks 0-2 never called all_gather #1 .* rank 3 is in .*: " + BUSY.format(0),
+    a_subgroup_of_one_side: r"Ranks 0-2 never called all_gather #1 .* rank 3 is in .*: " + OUTSIDE.format(0),
     receives_from_any: r"Ranks 1-3 do not send in the probe with any rank",
     stages_wait_for_each_other: r"Ranks 0 and 1 wait for each other\. Rank",
 }  # fmt: skip
