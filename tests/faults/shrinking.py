@@ -38,10 +38,10 @@ def own(comm):
     return comm.job_ranks[comm.rank]
 
 
-def shrunk(comm):
+def shrunk(comm, exclude=()):
     """The communicator of those that are left, and how long it took to make."""
     begun = time.monotonic()
-    made = comm.shrink()
+    made = comm.shrink(exclude=exclude)
     seconds = time.monotonic() - begun
     assert seconds < SOON
     return made, seconds

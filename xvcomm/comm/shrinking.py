@@ -132,8 +132,8 @@ class Shrinking:
         if own not in decision.members:
             raise Aborted(
                 f"{op}: {self.name(decision.by)} and {len(decision.members) - 1} other ranks go on without this rank, "
-                f"{self.name(own)}, which they cannot reach; end this process. `xvcomm doctor --reach` shows which hosts "
-                "reach each other",
+                f"{self.name(own)}, which they exclude or cannot reach; end this process. `xvcomm doctor --reach` shows which "
+                "hosts reach each other",
                 rank=own, peer=decision.by, op=str(op),
             )  # fmt: skip
 

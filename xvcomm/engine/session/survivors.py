@@ -43,10 +43,17 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says when it comes: which ranks it has lost, and whether it takes processes in."""
+    """What a rank says when it comes.
+
+    Attributes:
+        lost: the ranks that it has lost, and those that it leaves out.
+        grows: whether it takes processes in.
+        excluded: the ranks that it leaves out.
+    """
 
     lost: tuple[int, ...]
     grows: bool
+    excluded: tuple[int, ...]
 
 
 _decode_decision = msgspec.msgpack.Decoder(Decision).decode
@@ -57,7 +64,8 @@ class Survivors:
     """The agreements of one communicator and of those that it was shrunk to, one after the other.
 
     In each round every rank says that it has come, and which others are gone as far as it knows. The lowest rank that is left
-    decides as soon as all others that are left have come; if it dies, the next one does. The store keeps the first decision.
+    decides as soon as all others that are left have come; if it dies, the next one does. A rank that others leave out, though it
+    lives, does not decide. The store keeps the first decision.
     A rank that dies afterwards is missed when the new communicator is made, and all others come to the next round.
 
     Attributes:
@@ -126,7 +134,7 @@ class _Round:
         self._first = PrefixStore(first, session.store)
         self._session, self._place, self._ranks, self._grows = session, PrefixStore(place, session.store), ranks, grows
         self._deadline, self._begun = deadline, time.monotonic()
-        self._gone = set(excluded)
+        self._gone, self._excluded = set(excluded), tuple(excluded)
         self._departed = set[int]()
         self._doubting = -1
 
@@ -134,7 +142,7 @@ class _Round:
         """The decision; None if the process has ended that serves the store."""
         session, place = self._session, self._place
         self._departed = departed
-        mine = _Arrival(tuple(sorted(self._lost())), self._grows)
+        mine = _Arrival(tuple(sorted(self._lost())), self._grows, self._excluded)
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(mine), self._deadline)
         come()
         while not session.succession.due():
@@ -189,7 +197,9 @@ class _Round:
             except NotSet:
                 return None
         infos = self._session.infos
-        came = {rank: _decode_arrival(self._place.get(f"here/{rank}", self._soon())) for rank in left}
+        came = {rank: self._arrival(rank, self._soon()) for rank in left}
+        if self._unwanted(came) is not None:
+            return self._follow()
         told = {rank: arrival.lost for rank, arrival in came.items()}
         for rank, others in told.items():  # a rank of the same host knows it
             self._gone.update(other for other in others if infos[other].host == infos[rank].host)
@@ -203,17 +213,37 @@ class _Round:
             return self._decide(members, ())
         return self._decide(members, (), *self._session.join_requests.waiting(self._deadline))
 
+    def _arrival(self, rank: int, deadline: Deadline) -> _Arrival:
+        return _decode_arrival(self._place.get(f"here/{rank}", deadline))
+
+    def _unwanted(self, came: Mapping[int, _Arrival]) -> int | None:
+        """A rank that has come and leaves this one out."""
+        return next((rank for rank, arrival in came.items() if self._session.rank in arrival.excluded), None)
+
     def _settled(self) -> bool:
         """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
         return self._deadline.expired() or time.monotonic() - self._begun > _DISCORD_SECONDS
 
     def _give_up(self, left: Sequence[int]) -> Decision:
-        """The decision once this rank's deadline has passed: the first rank for which it has finds out who is missing."""
-        settling = Deadline.after(_DISCORD_SECONDS)
+        """The decision once this rank's deadline has passed: the first rank for which it has finds out who is missing.
+
+        Raises:
+            DeadlineExceeded: others leave this rank out, and have longer to agree.
+        """
+        settling, own = Deadline.after(_DISCORD_SECONDS), self._session.rank
+        missing = self._missing(left)
+        came = {rank: self._arrival(rank, settling) for rank in left if rank not in missing}
+        if (by := self._unwanted(came)) is not None:
+            raise DeadlineExceeded(
+                f"rank {by} of the job leaves out this rank, {own}, and the others have not agreed yet; call it again to learn "
+                "of the outcome, or end this process",
+                rank=own,
+                peer=by,
+            )
         if self._place.add("given up", 1, settling) > 1:
             with contextlib.suppress(NotSet):
                 return _decode_decision(self._place.get("decision", settling))
-        return self._decide((), self._missing(left) or left[:1])
+        return self._decide((), missing or left[:1])
 
     def _decide(
         self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[JoinRequest] = (),
