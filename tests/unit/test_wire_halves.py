@@ -323,6 +323,20 @@ def test_a_communicator_that_this_process_is_not_in(side):
     assert words == [Reason.LEFT.word(7), failed, Reason.LEFT.word(7)]
 
 
+def test_an_answer_that_comes_after_the_communicator_was_closed(side):
+    """The half that the other process has made beforehand knows no rank: it hears that this one has left, whatever its number."""
+    left = Reason.LEFT.word(2)
+    end = side.open(producer=True)
+    end.abort(left)
+    side.halves.leave(GROUP, left)
+    end.close()
+    assert not side.halves.sweep()
+    side.receive()
+    side.offer(producer=False, peer=-1)
+    side.halves.look()
+    assert (Kind.STOP, left) in side.receive()
+
+
 def test_communicators_that_are_closed_take_no_memory(side):
     """However many there were."""
     tracemalloc.start()

@@ -34,6 +34,8 @@ or at once where RDMA devices may write to them."""
 _NOBODY = -1
 _REASONS = 1024
 """Of how many communicators that have failed, and are closed, this process knows why."""
+_RANKS = 256
+"""Of how many that have not failed it knows its rank: what others have answered meanwhile comes a moment later."""
 
 
 class _Memory:
@@ -102,7 +104,8 @@ class Halves:
         self._offers: dict[int, Offer] = {}
         self._refused: dict[int, Offer] = {}  # for whose answer there was no room
         self._entered: set[int] = set()
-        self._failed: dict[int, int] = {}  # abort words of communicators, the oldest first
+        self._failed: dict[int, int] = {}  # abort words of communicators that are closed, the oldest first
+        self._left: dict[int, int] = {}  # the same of those that have not failed
         self._lingering: dict[WireEnd, _Lingering] = {}
 
     def open(self, link: int, name: int, layout: RingLayout, *, group: int, peer: int, producer: bool) -> RingEnd:
@@ -175,9 +178,9 @@ class Halves:
 
     def _turn_away(self, offer: Offer) -> None:
         """Stop a ring of a communicator that this process has closed; an earlier half may have had messages."""
-        word = self._failed.get(offer.group, Reason.LEFT.word(max(0, offer.peer)))
+        word = self._failed.get(offer.group) or self._left.get(offer.group)
         try:
-            self._answer(offer, word).close()
+            self._answer(offer, word or Reason.LEFT.word(max(0, offer.peer))).close()
         except ResourceError:
             self._refused[offer.name] = offer
 
@@ -190,10 +193,10 @@ class Halves:
         """Note that this process has closed a communicator: rings stop that it has not opened, by `word`. Idempotent."""
         with self._lock:
             self._entered.discard(group)
-            if Reason.bad(word):
-                self._failed[group] = word
-                if len(self._failed) > _REASONS:
-                    self._failed.pop(next(iter(self._failed)), None)
+            words, most = (self._failed, _REASONS) if Reason.bad(word) else (self._left, _RANKS)
+            words[group] = word
+            if len(words) > most:
+                words.pop(next(iter(words)), None)
             for name in [name for name, (_, of) in list(self._early.items()) if of == group]:
                 end, _ = self._early.pop(name)
                 end.abort(word)
