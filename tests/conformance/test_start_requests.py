@@ -61,9 +61,9 @@ class Counting(ForwardingStore):
         self._note("decide at end", key)
         return super().decide_at_end(key, value)
 
-    def notices(self, place, will, silence=b"", patience=float("inf")):
+    def notices(self, place, will, silence=b"", patience=float("inf"), deadline=NEVER):
         self._note("notices", place)
-        return super().notices(place, will, silence, patience)
+        return super().notices(place, will, silence, patience, deadline)
 
     def posted(self, place, read):
         self._note("posted", place)

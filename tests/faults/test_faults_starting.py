@@ -35,7 +35,7 @@ class Dying(ForwardingStore):
             time.sleep(SOON)
         return super().exchange(steps, keys, deadline, patience)
 
-    def notices(self, place, will, silence=b"", patience=float("inf")):
+    def notices(self, place, will, silence=b"", patience=float("inf"), deadline=NEVER):
         if self._last:
             self._started.wait(3)
         self._note.write_text(str(time.monotonic()))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
@@ -11,11 +16,12 @@ from unittest import mock
 import msgspec
 import pytest
 
-from xvcomm.abc.store import Notices
+from xvcomm.abc.store import Notices, Store
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
-from xvcomm.errors import ResourceError, StoreError
+from xvcomm.errors import DeadlineExceeded, ResourceError, StoreError
 from xvcomm.rendezvous.store import MemoryStore
-from xvcomm.types.deadline import Deadline
+from xvcomm.rendezvous.store.tcp import TcpStore
+from xvcomm.types.deadline import NEVER, Deadline
 
 SOON = 60.0
 DEPARTURE = Departure("0", 3)
@@ -31,7 +37,9 @@ class SlowStore(MemoryStore, Notices):
         self.coming: SimpleQueue[Any] = SimpleQueue()
         self.quiet, self.given_up = 0.0, False
 
-    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
+    def notices(
+        self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf, deadline: Deadline = NEVER
+    ) -> Notices:
         return self
 
     def next(self) -> bytes:
@@ -62,7 +70,9 @@ class StuckStore(MemoryStore):
         super().__init__()
         self.go_on = threading.Event()
 
-    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
+    def notices(
+        self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf, deadline: Deadline = NEVER
+    ) -> Notices:
         assert self.go_on.wait(SOON)
         raise StoreError("lost")
 
@@ -70,7 +80,7 @@ class StuckStore(MemoryStore):
 def test_a_store_that_cannot_be_followed() -> None:
     """A rank goes on with its start meanwhile, and learns of it in the end."""
     store = StuckStore()
-    elsewhere = Elsewhere(store, 0, (0,), None, 1, 10, transport=mock.Mock(), lost=mock.Mock(), told=mock.Mock())
+    elsewhere = follow(store)
     elsewhere.look()
     elsewhere.post(DEPARTURE)
     assert not elsewhere.tells
@@ -81,10 +91,43 @@ def test_a_store_that_cannot_be_followed() -> None:
     elsewhere.close()
 
 
-def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
-    """Rank 0 of two, on a host of its own."""
+_SERVING = """
+import time
+from xvcomm.rendezvous.store import TcpServer
+print(TcpServer("127.0.0.1", 0, "secret").port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_store_is_followed_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the store may take to answer otherwise."""
+    monkeypatch.setattr("xvcomm.rendezvous.store.tcp.ANSWER_SECONDS", 2 * SOON)
+    with subprocess.Popen([sys.executable, "-c", _SERVING], stdout=subprocess.PIPE) as serving:
+        try:
+            assert serving.stdout is not None
+            store = TcpStore("127.0.0.1", int(serving.stdout.readline()), "secret", Deadline.after(SOON))
+            serving.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, serving.pid, os.WSTOPPED)
+            begun = time.monotonic()
+            elsewhere = follow(store, Deadline.after(0.1))
+            with pytest.raises(DeadlineExceeded, match="stopped"):
+                elsewhere.ready()
+            elsewhere.close()
+            assert time.monotonic() - begun < SOON
+            store.close()
+        finally:
+            serving.kill()
+
+
+def follow(store: Store, deadline: Deadline = NEVER, **calls: Any) -> Elsewhere:
+    """Begin to follow a store as rank 0 of two, on a host of its own."""
     given = {"transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
-    elsewhere = Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, **given)
+    return Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, deadline=deadline, **given)
+
+
+def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
+    """The same, once it follows the store and all ranks have started."""
+    elsewhere = follow(store, **calls)
     elsewhere.ready()
     elsewhere.meet()
     return elsewhere

@@ -240,7 +240,9 @@ class Store(ABC):
         """
         self.set(key, value, deadline)
 
-    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
+    def notices(
+        self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf, deadline: Deadline = NEVER
+    ) -> Notices | None:
         """Follow the notices in `place`, where the store posts `will` once this process ends without `Notices.leave`.
 
         None if the store does not notice that a process ends.
@@ -248,8 +250,10 @@ class Store(ABC):
         Args:
             silence: what the store posts each time that this host has not answered for `patience` seconds; nothing if empty.
             patience: in seconds, 2.5 at least; the process itself may be stopped for longer.
+            deadline: until the store follows them.
 
         Raises:
+            DeadlineExceeded: the store did not answer in time.
             StoreError: the store cannot be reached.
         """
         return None
@@ -348,8 +352,10 @@ class ForwardingStore(Store):
     def publish(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         self._store.publish(self._key(key), value, deadline)
 
-    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices | None:
-        return self._store.notices(self._key(place), will, silence, patience)
+    def notices(
+        self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf, deadline: Deadline = NEVER
+    ) -> Notices | None:
+        return self._store.notices(self._key(place), will, silence, patience, deadline)
 
     def decide_at_end(self, key: str, value: bytes) -> bool:
         return self._store.decide_at_end(self._key(key), value)

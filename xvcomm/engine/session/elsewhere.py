@@ -97,6 +97,7 @@ class Elsewhere:
         server: the rank with which the store ends, if it does.
         tried: the rank of another host that is tried.
         timeout: seconds without a sign of a host after which it is lost.
+        deadline: until the store must be followed.
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
         lost: called for a rank of another host that has died, with the reason.
         told: called for a rank of another host that has stopped or closed a communicator.
@@ -104,7 +105,7 @@ class Elsewhere:
 
     def __init__(
         self, store: Store, rank: int, neighbours: Collection[int], server: int | None, tried: int, timeout: float,
-        transport: Callable[[int], Transport], lost: Callable[[int, str], None],
+        deadline: Deadline, transport: Callable[[int], Transport], lost: Callable[[int, str], None],
         told: Callable[[int, Stop | Departure], None],
     ) -> None:  # fmt: skip
         self._store, self._rank, self._neighbours, self._server, self._tried = store, rank, neighbours, server, tried
@@ -112,7 +113,7 @@ class Elsewhere:
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
         self._apart = False  # whether the rank that is tried cannot be reached
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
-        self._begin = partial(store.notices, _PLACE, died, silent, self._patience)
+        self._begin = partial(store.notices, _PLACE, died, silent, self._patience, deadline)
         self._begun: Future[Notices | None] = Future()
         self._met = threading.Event()
         self._outbox: SimpleQueue[Stop | Departure | _End] = SimpleQueue()
@@ -121,7 +122,7 @@ class Elsewhere:
             thread.start()
 
     def ready(self) -> None:
-        """Wait until the store is followed.
+        """Wait until the store is followed, until the deadline at the latest.
 
         Raises:
             DeadlineExceeded, StoreError: it does not answer, or cannot be reached.

@@ -151,7 +151,7 @@ class Session:
         try:
             with self.telling(following), limits.told("join the job"):
                 self._join_transports()
-                self._listen_elsewhere()
+                self._listen_elsewhere(deadline)
                 leaving.callback(self._leave_elsewhere)
                 watched = [
                     WatchedProcess(j.info.rank, j.info.pid if j.processes == mine.processes else None, j.byte)
@@ -199,13 +199,13 @@ class Session:
         if self._elsewhere is not None:
             self._elsewhere.meet()
 
-    def _listen_elsewhere(self) -> None:
-        """Follow what the store tells of other hosts, as far as any of their ranks are left."""
+    def _listen_elsewhere(self, deadline: Deadline) -> None:
+        """Begin to follow what the store tells of other hosts, as far as any of their ranks are left."""
         others = [r for r in range(self.size) if r not in self.neighbours and not self.gone(r)]
         server = self.succession.server
         self._elsewhere = None if not others else Elsewhere(
             self.store, self.rank, self.neighbours, server, server if server in others else others[0],
-            self.config.peer_timeout, self._reach.transport, self._lose_elsewhere, self.supervision.hear,
+            self.config.peer_timeout, deadline, self._reach.transport, self._lose_elsewhere, self.supervision.hear,
         )  # fmt: skip
 
     def follow_store(self, deadline: Deadline) -> None:
@@ -217,7 +217,7 @@ class Session:
                 before.join()
             for transport in self.transports:
                 transport.announce()
-            self._listen_elsewhere()
+            self._listen_elsewhere(deadline)
             if self._elsewhere is not None:
                 self._elsewhere.ready()
                 self._elsewhere.meet()

@@ -96,9 +96,11 @@ class TcpStore(Store):
         names = [repr(key) for key in (*(step.key for step in steps), *keys)]
         return self._exchange(steps, keys, deadline, patience, f"a request for {_listed(names)}")
 
-    def notices(self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf) -> Notices:
+    def notices(
+        self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf, deadline: Deadline = NEVER
+    ) -> Notices:
         """See `Store.notices`; uses a connection of its own."""
-        deadline = Deadline.after(ANSWER_SECONDS)
+        deadline = Deadline.after(deadline.sooner(ANSWER_SECONDS))
         link = self._take(deadline, "follow notices")
         link.outlast_the_network()
         if silence:
