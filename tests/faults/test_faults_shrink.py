@@ -390,10 +390,10 @@ def test_requests_do_not_grow_with_the_ranks():
 
 
 def resources(comm):
-    """Descriptors, threads, mappings of shared memory, and the job's files of it."""
+    """Descriptors, threads, mappings of shared memory, the job's files of it, and connections to other hosts."""
     maps = Path("/proc/self/maps").read_text().count("xvcomm")
     files = list(Path("/dev/shm").glob(f"xvcomm-{context(comm).session.name}-*"))
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps, len(files)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps, len(files), len(comm.rails())
 
 
 def shrink_often(comm, times):
@@ -423,7 +423,7 @@ def shrink_often(comm, times):
 def test_nothing_is_left_of_fifty(options):
     with World(**options) as world:
         for excess in world.run(shrink_often, 56):
-            assert max(excess) <= 0, f"descriptors, threads, mappings, files: {excess} more than before"
+            assert max(excess) <= 0, f"descriptors, threads, mappings, files, connections: {excess} more than before"
 
 
 def decided_out(comm):
