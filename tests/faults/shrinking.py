@@ -64,8 +64,8 @@ def works(comm, ranks):
 
 
 @contextlib.contextmanager
-def dying_at(request, before):
-    """The process dies at one of its requests to the store, before it is made or after its answer."""
+def acting_at(action, request, before):
+    """Do something at one of this process's requests to the store, before it is made or after its answer."""
     numbers = itertools.count()
 
     def replace(kind, name):
@@ -74,10 +74,10 @@ def dying_at(request, before):
         def call(*args, **kwargs):
             mine = next(numbers) == request
             if mine and before:
-                die()
+                action()
             found = real(*args, **kwargs)
-            if mine:
-                die()
+            if mine and not before:
+                action()
             return found
 
         return mock.patch.object(kind, name, call)
@@ -86,6 +86,11 @@ def dying_at(request, before):
         for kind, name in itertools.product(_STORES, ("set", "get", "wait", "add", "decide")):
             patches.enter_context(replace(kind, name))
         yield
+
+
+def dying_at(request, before):
+    """The process dies at one of its requests to the store, before it is made or after its answer."""
+    return acting_at(die, request, before)
 
 
 @dataclass(frozen=True)
