@@ -1,4 +1,4 @@
-"""The benchmark between hosts does what it says, in a short run."""
+"""The benchmarks between hosts do what they say, in short runs."""
 
 import json
 import shutil
@@ -33,3 +33,19 @@ def test_quick(two_hosts, tmp_path):
     text = (tmp_path / "hosts.md").read_text()
     assert text.count("| 64 KiB |") == 6 and "over 2 x 1 Gbit/s, xvcomm" in text
     assert (tmp_path / "hosts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quick_losses(two_hosts, tmp_path):
+    """Losses are noticed after they occur, a host's after its timeout; the error of a hang comes after the deadline."""
+    command = (sys.executable, BENCHMARKS / "faults.py", "--quick", "--out", tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "faults.json").read_text())
+    second, cut, stopped = report["seconds"].values()
+    for figures in (second, cut):
+        (notice,), (shrink,), (everything,) = figures["notice"], figures["shrink"], figures["all"]
+        assert shrink > 0 and everything > notice
+    assert second["notice"][0] > 0 and second["all"][0] > 0.3
+    assert cut["all"][0] > -2 and stopped["verdict"][0] > 0
+    text = (tmp_path / "faults.md").read_text()
+    assert len(report["bars"]) == 3 and all(bar["what"] in text for bar in report["bars"])
