@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-clusters test-examples torch-suite check bench bench-hosts bench-rdma bench-gpu docs dist clean
+.PHONY: help demo demo-hosts test test-slow test-gpu test-rdma test-clusters test-examples torch-suite check bench bench-hosts bench-faults bench-rdma bench-gpu docs dist clean
 
 # Here ranks have arrays in host memory, also on a machine with GPUs. Tests that want another device say so.
 demo test test-slow test-rdma test-clusters bench bench-rdma: export XVCOMM_DEVICE := host
@@ -109,6 +109,9 @@ bench: $(READY)   ## host memory figures beside Gloo, OpenMPI and memcpy
 
 bench-hosts: $(READY)   ## figures between hosts, network namespaces of this machine, beside Gloo, OpenMPI and C; needs root
 	$(PY) benchmarks/hosts.py --out docs/figures
+
+bench-faults: $(READY)   ## how soon ranks notice losses, shrink, and name who never called, on two network namespaces; needs root
+	$(PY) benchmarks/faults.py --out docs/figures
 
 bench-rdma: $(READY)   ## figures of RDMA between two small hosts with Soft-RoCE, beside perftest and TCP
 	$(PY) benchmarks/rdma.py --out docs/figures
