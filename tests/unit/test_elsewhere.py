@@ -121,8 +121,8 @@ def test_a_stopped_store_is_followed_until_the_deadline(monkeypatch: pytest.Monk
 
 def follow(store: Store, deadline: Deadline = NEVER, **calls: Any) -> Elsewhere:
     """Begin to follow a store as rank 0 of two, on a host of its own."""
-    given = {"transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
-    return Elsewhere(store, 0, (0,), server=None, tried=1, timeout=10, deadline=deadline, **given)
+    given = {"server": None, "transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
+    return Elsewhere(store, 0, (0,), tried=1, timeout=10, deadline=deadline, **given)
 
 
 def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
@@ -181,6 +181,18 @@ def test_news_of_a_communicator_is_no_death() -> None:
         store.coming.put([1, False, False, news])
     assert heard.get(timeout=SOON) == (1, DEPARTURE)
     assert heard.get(timeout=SOON) == 1
+    elsewhere.close()
+
+
+def test_a_silent_store_of_this_host() -> None:
+    """It is waited for, though a rank of another host is lost: its process is slow, and its end would be noticed."""
+    store = SlowStore()
+    store.go_on.set()
+    elsewhere = rank_0(store, server=0)
+    store.quiet = SOON
+    elsewhere.note_lost(1)
+    elsewhere.look()
+    assert not store.given_up
     elsewhere.close()
 
 

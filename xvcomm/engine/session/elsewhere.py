@@ -154,7 +154,7 @@ class Elsewhere:
         if doubts and not self._doubts:
             self._transport(self._tried).doubt(self._tried, silence)
         self._doubts = doubts
-        if doubts and self._apart:
+        if doubts and self._apart and self._server not in self._neighbours:  # else its process is only slow or stopped
             self._store.give_up()
 
     def note_lost(self, rank: int) -> None:

@@ -96,7 +96,7 @@ class Succession:
         return self._gone(self.server) or (not self._answered and self._stricken(self.server))
 
     def follow(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
-        """Use the successor from now on, if the store has ended; blocks until it is served.
+        """Use the successor from now on, if the store has ended; blocks until it is served, or the store answers after all.
 
         Args:
             leaving: called before the store so far is closed.
@@ -137,6 +137,8 @@ class Succession:
             except (StoreError, AuthenticationError):  # nothing listens there, or nobody is reached: it is passed over
                 self._passed.add(following)
             except DeadlineExceeded:
+                if self._answers():  # it was slow, so that nobody else serves a successor
+                    return
                 if deadline.expired():
                     raise DeadlineExceeded(
                         f"rank {following} of the job has not served the job's store in time, in place of the process that "
