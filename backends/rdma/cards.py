@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xvcomm.abc.cards import Keys, QueueEnd
 from xvcomm.abc.device import Device
@@ -18,8 +18,9 @@ from xvcomm.backends.rdma import settings, sysfs
 from xvcomm.backends.rdma.affinity import nearest
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Gid, Port
-from xvcomm.backends.rdma.events import Event, Events
+from xvcomm.backends.rdma.events import GID_CHANGE, Event, Events
 from xvcomm.backends.rdma.gids import gid_of, partition, subnet_gid
+from xvcomm.backends.rdma.regions import register_all
 from xvcomm.backends.rdma.report import locked
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError, XvcommError
@@ -147,18 +148,20 @@ class Registration:
     scratch = 0
 
     def __init__(self, domains: Sequence[Domain], address: int, nbytes: int) -> None:
-        """Register memory with all devices or with none.
+        """Register memory with all devices that answer, or with none.
 
         Raises:
-            ResourceError: one refuses.
+            ResourceError: see `register_all`.
         """
         self.address = address
         with contextlib.ExitStack() as undo:
-            regions = []
-            for domain in domains:
-                regions.append(domain.register(address, nbytes))
-                undo.callback(domain.release, regions[-1])
-            self.keys: Sequence[Keys] = [Keys(region.lkey, region.rkey) for region in regions]
+
+            def register(domain: Domain) -> Any:
+                region = domain.register(address, nbytes)
+                undo.callback(domain.release, region)
+                return region
+
+            self.keys: Sequence[Keys] = register_all(domains, register)
             self._undo = undo.pop_all()
 
     def close(self, *, in_use: bool = False) -> None:
@@ -235,12 +238,18 @@ class RdmaCards:
 
     def _find(self, address: str) -> tuple[int, Port, Gid]:
         """Index of the device that serves an address, its port and GID: as they are now, because GIDs come and go."""
+        silent = []
         for index, domain in enumerate(self._domains):
-            for port in domain.ask().ports:
+            try:
+                ports = domain.ask().ports
+            except ResourceError as error:  # most often it was removed, and the others serve on
+                silent.append(str(error))
+                continue
+            for port in ports:
                 if port.state == "active" and (gid := gid_of(port, address)) is not None:
                     return index, port, gid
         names = ", ".join(domain.name for domain in self._domains)
-        raise ResourceError(f"no active port of {names} has a GID of the address {address}")
+        raise ResourceError("; ".join([f"no active port of {names} has a GID of the address {address}", *silent]))
 
     def register(self, address: int, nbytes: int) -> Registration:
         """See `abc.cards.Cards.register`."""
@@ -279,22 +288,34 @@ class RdmaCards:
         for index, events in list(self._events.items()):
             try:
                 for event in events.take():
-                    if event.loss:
-                        lost(str(event), self._concerned(index, event))
+                    if pairs := self._concerned(index, event):
+                        lost(str(event), pairs)
             except ResourceError as error:
                 self._poll.unregister(events.fd)
                 del self._events[index]
-                lost(str(error), self._concerned(index, None))
+                lost(str(error), self._of_device(index))
 
-    def _concerned(self, device: int, event: Event | None) -> list[RailPair]:
-        """The queue pairs that cannot be used any more; without an event all of a device."""
-        port, number = (event.port, event.queue_pair) if event is not None else (0, 0)
+    def _of_device(self, device: int) -> list[RailPair]:
         with self._lock:
-            return [
-                pair
-                for pair in self._pairs
-                if pair.device == device and port in (0, pair.port.number) and number in (0, pair.number)
-            ]
+            return [pair for pair in self._pairs if pair.device == device]
+
+    def _concerned(self, device: int, event: Event) -> list[RailPair]:
+        """The queue pairs that cannot be used any more after an event."""
+        found = [
+            pair
+            for pair in self._of_device(device)
+            if event.port in (0, pair.port.number)
+            and event.queue_pair in (0, *pair.numbers)
+            and event.completion_queue in (0, *pair.completion_queues)
+        ]
+        if event.name != GID_CHANGE:
+            return found if event.loss else []
+        try:
+            ports = self._domains[device].ask().ports
+        except ResourceError:
+            return found
+        served = {(port.number, gid.index, gid.value) for port in ports for gid in port.gids}
+        return [pair for pair in found if (pair.port.number, pair.gid.index, pair.gid.value) not in served]
 
     def after_fork(self) -> None:
         """Leave the devices to the parent: the child's copies would keep them open after its death."""

@@ -20,6 +20,7 @@ NAMES = (
     "CLIENT_REREGISTER", "GID_CHANGE", "WQ_FATAL",
 )  # fmt: skip
 """Names of enum ibv_event_type, without IBV_EVENT_."""
+GID_CHANGE = "GID_CHANGE"
 
 _OF_PAIRS = {name for name in NAMES if name.startswith(("QP_", "PATH_"))} | {"COMM_EST", "SQ_DRAINED"}
 _OF_PORTS = {
@@ -42,7 +43,7 @@ _CAUSES = {
     "PKEY_CHANGE": "the subnet manager has changed the port's partitions",
     "SM_CHANGE": "another subnet manager rules the subnet",
     "CLIENT_REREGISTER": "the subnet manager has begun anew",
-    "GID_CHANGE": "addresses of its network interface came or went; its GIDs must be read again",
+    GID_CHANGE: "the GID has gone: its network interface has lost the address, if only for a moment",
 }
 
 
@@ -52,26 +53,22 @@ class Event:
 
     Attributes:
         name: of `NAMES`, `PORT_ERR`.
-        device: its name.
         port: number of the port that it concerns; 0 if it concerns none.
         queue_pair: qp_num of the queue pair that it concerns; 0 if it concerns none.
+        completion_queue: address of the one that it concerns; 0 if it concerns none.
         loss: what it concerns cannot be used any more, a port until it is active again.
         cause: the likely one; empty for what needs none.
     """
 
     name: str
-    device: str
     port: int
     queue_pair: int
+    completion_queue: int
     loss: bool
     cause: str
 
     def __str__(self) -> str:
-        port, pair = (
-            f" port {self.port}" if self.port else "",
-            f" queue pair {self.queue_pair}" if self.queue_pair else "",
-        )
-        return f"{self.device}{port}{pair}: {self.name}" + (f": {self.cause}" if self.cause else "")
+        return f"{self.name}: {self.cause}" if self.cause else self.name
 
 
 class Events:
@@ -123,10 +120,11 @@ class Events:
         try:
             return self._named(int(record["type"][0]), int(record["element"][0]))
         finally:
-            self._acknowledge(record.ctypes.data)  # until then the queue pair stays, which is read above
+            self._acknowledge(record.ctypes.data)  # until then the queue pair stays, which is read here
 
     def _named(self, number: int, element: int) -> Event:
         name = NAMES[number] if number < len(NAMES) else f"event {number}"
         port = element if name in _OF_PORTS else 0
         pair = int(at(element, QUEUE_PAIR)["qp_num"]) if name in _OF_PAIRS else 0
-        return Event(name, self._device, port, pair, name in _LOSSES, _CAUSES.get(name, ""))
+        queue = element if name == "CQ_ERR" else 0
+        return Event(name, port, pair, queue, name in _LOSSES, _CAUSES.get(name, ""))

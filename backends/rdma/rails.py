@@ -88,7 +88,8 @@ class RailPair:
     """See `abc.cards.Pair`. Made with its receive requests posted.
 
     Attributes:
-        port: of the device, that it uses.
+        port, gid: of the device, that it uses.
+        numbers, completion_queues: qp_num of the rail's queue pair and of the loopback's, and addresses of both's struct ibv_cq.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RailPair:
         Raises:
             ResourceError: the device refuses.
         """
-        self._domain, self.port, self._gid, self._options, self._closed = domain, port, gid, options, closed
+        self._domain, self.port, self.gid, self._options, self._closed = domain, port, gid, options, closed
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._open = True
         self._theirs: Description | None = None
@@ -137,6 +138,8 @@ class RailPair:
         self.number, self.queue = self._queue.number, self._queue.address
         self.completions, self.fd = completions.address, completions.fd
         self.loopback = self._mirror.records if self._mirror else Loopback()
+        self.numbers = [self.number, *([self._mirror.number] if self._mirror else [])]
+        self.completion_queues = [completions.record.queue, *([self._mirror.completion_queue] if self._mirror else [])]
         lid = port.lid if port.link == "InfiniBand" else 0
         key = partition_key(domain.name, port.number, options["partition"])
         self._ours = Description(self.number, gid.value, lid, port.mtu, device, key)
@@ -146,15 +149,15 @@ class RailPair:
         """See `abc.cards.Pair.connect`. May take seconds; `fail` and `close` wait for it."""
         found = self._theirs = Description.decode(theirs)
         if why := self._ours.objection(found):
-            raise ResourceError(f"{self._where()}: {why}")
-        path = Path(self.port.number, self._gid.index, min(self.port.mtu, found.mtu), **self._options)
+            raise ResourceError(f"{self.where}: {why}")
+        path = Path(self.port.number, self.gid.index, min(self.port.mtu, found.mtu), **self._options)
         with self._lock:
             if not self._open:
-                raise ResourceError(f"{self._where()}: the queue pair was given back")
+                raise ResourceError(f"{self.where}: the queue pair was given back")
             try:
                 self._queue.connect(path, Remote(found.number, found.gid, found.lid))
             except ResourceError as error:
-                raise ResourceError(f"{self._where()}: {error}; does a path lead there?") from error
+                raise ResourceError(f"{self.where}: {error}; does a path lead there?") from error
         self.peer, self.there = found.number, found.device
 
     @property
@@ -172,11 +175,13 @@ class RailPair:
         """See `abc.cards.Pair.failure`."""
         own = self._mirror and self._mirror.failure()
         what = self._queue.failure() or (own and f"the GPU does not see what the device writes: {own}")
-        return f"{self._where()}: {what}" if what else ""
+        return f"{self.where}: {what}" if what else ""
 
-    def _where(self) -> str:
+    @property
+    def where(self) -> str:
+        """See `abc.cards.Pair`."""
         there = f" to {self._theirs.address}" if self._theirs else ""
-        return f"{self._domain.name} port {self.port.number}, GID {self._gid.address}{there}"
+        return f"{self._domain.name} port {self.port.number}, GID {self.gid.address}{there}"
 
     def close(self) -> None:
         """See `abc.cards.Pair.close`. Its buffers stay if the device does not give it back, and may write to them."""

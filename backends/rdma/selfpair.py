@@ -19,6 +19,8 @@ class SelfPair:
 
     Attributes:
         records: for compiled code.
+        number: its qp_num.
+        completion_queue: address of its struct ibv_cq.
         fd: its completion channel's descriptor.
     """
 
@@ -46,7 +48,7 @@ class SelfPair:
             self._queue.connect(path, Remote(self._queue.number, gid.value, lid))
             self._undo = undo.pop_all()
         self.records = Loopback(self._queue.address, completions.address, memory.address, region.lkey)
-        self.fd = completions.fd
+        self.number, self.completion_queue, self.fd = self._queue.number, completions.record.queue, completions.fd
 
     def failure(self) -> str:
         """What went wrong first; empty if nothing did."""

@@ -11,18 +11,19 @@ from xvcomm.abc.cards import Keys
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma.pairs import Domain
+from xvcomm.backends.rdma.regions import register_all
 from xvcomm.errors import ResourceError, XvcommError
 from xvcomm.memory.segment import PAGE
 
 
 class DirectSlots:
-    """See `abc.cards.Registered`: memory of a GPU that all devices have registered."""
+    """See `abc.cards.Registered`: memory of a GPU that all devices have registered which answer."""
 
     def __init__(self, device: Device, domains: Sequence[Domain], nbytes: int) -> None:
         """Allocate and register memory.
 
         Raises:
-            ResourceError, BackendUnavailable: there is none, or a device refuses.
+            ResourceError, BackendUnavailable: there is none, or see `register_all`.
         """
         assert isinstance(device, SupportsNicMemory)
         whole = nbytes + (PAGE if device.needs_write else 0)
@@ -31,13 +32,15 @@ class DirectSlots:
             self.address = device.nic_memory(whole)
             undo.callback(self._give_back, device, whole)
             self.scratch = self.address + nbytes if device.needs_write else 0
-            self.keys: Sequence[Keys] = []
             self.how: list[str] = []
-            for domain in domains:
+
+            def register(domain: Domain) -> Any:
                 region, how = _register(device, domain, self.address, whole)
                 undo.callback(self._release, domain, region)
-                self.keys = [*self.keys, Keys(region.lkey, region.rkey)]
                 self.how.append(how)
+                return region
+
+            self.keys: Sequence[Keys] = register_all(domains, register)
             self._undo = undo.pop_all()
 
     def _release(self, domain: Domain, region: Any) -> None:

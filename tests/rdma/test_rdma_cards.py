@@ -154,8 +154,10 @@ def test_a_link_that_is_cut(other_host: Any, cards: Any, join: Any) -> None:
             for fd, call in watched:
                 if select.select([fd], [], [], 0.1)[0]:
                     call()
-        assert told[0][0].startswith("rxe1 port 1: PORT_ERR: the link is down")
+        assert told[0][0].startswith("PORT_ERR: the link is down")
         assert told[0][1] == [cut]
+        here, there = (other_host.address(host, 1) for host in (1, 0))
+        assert cut.where == f"rxe1 port 1, GID {here} to {there}"
         other_host.swap()
         ip("link", "set", "eth1", "up")
     else:

@@ -82,6 +82,15 @@ class SubnetHosts(Hosts):
     def _domain(self, name: str) -> Any:
         return next(domain for cards in self.cards for domain in cards._domains if domain.name == name)
 
+    def report(self, device: str, name: str) -> None:
+        """Let a device report an event of its port."""
+        self._domain(device).events.report(name, port=1)
+
+    def remove(self, device: str) -> None:
+        """Remove a device."""
+        self.library.removed.add(device)
+        self._domain(device).events.remove()
+
     def by_rdma(self, index: int = 0) -> set[tuple[str, str]]:
         """The GIDs of the rails between ports of InfiniBand."""
         return {(rail.local, rail.remote) for rail in self.networks[index].rails() if rail.scheme == "rdma"}
@@ -175,10 +184,70 @@ def test_a_lid_that_changes(make: Any) -> None:
     ends = hosts.rings()
     hosts.meet()
     hosts.library.ends["mlx5_2"] = replace(THERE, lid=33)
-    hosts._domain("mlx5_2").events.report("LID_CHANGE", port=1)
+    hosts.report("mlx5_2", "LID_CHANGE")
     until(lambda: (33, False, 0) in hosts.library.routes.values())
     hosts.meet()
     carry(hosts, ends)
+    close(*ends)
+
+
+def test_a_gid_that_goes_and_comes_back(make: Any, caplog: Any) -> None:
+    """Its rails are lost at once, by name, and made anew when it is there again."""
+    hosts = make([HERE], [THERE])
+    ends = hosts.rings()
+    hosts.meet()
+    hosts.library.ends["mlx5_2"] = replace(THERE, gid="fe80::99")
+    hosts.report("mlx5_2", "GID_CHANGE")
+    until(lambda: hosts.by_rdma(0) == hosts.by_rdma(1) == set())
+    assert "mlx5_2 port 1, GID fe80::22 to fe80::11: GID_CHANGE: the GID has gone" in said(caplog)
+    carry(hosts, ends)
+    hosts.library.ends["mlx5_2"] = THERE
+    hosts.meet()
+    carry(hosts, ends)
+    close(*ends)
+
+
+def test_a_device_is_removed_and_the_other_serves_on(make: Any) -> None:
+    """New rings go over it, and its rails are made anew."""
+    second = SubnetEnd("mlx5_1", "fd00::12", 6), SubnetEnd("mlx5_3", "fd00::23", 10)
+    hosts = make([HERE, second[0]], [THERE, second[1]])
+    old, left = hosts.rings(), ("fd00::12", "fd00::23")
+    until(lambda: len(hosts.by_rdma(0)) == len(hosts.by_rdma(1)) == 2)
+    hosts.remove("mlx5_0")
+    until(lambda: hosts.by_rdma() == {left})
+    for lose in (False, True):
+        if lose:
+            (rail,) = (rail for rail in hosts.networks[0].rails() if rail.scheme == "rdma")
+            hosts.networks[0].lose(1, (rail.local, rail.remote, rail.number))
+            until(lambda: hosts.by_rdma() == set())
+            until(lambda: hosts.by_rdma(0) == {left} and hosts.by_rdma(1) == {left[::-1]})
+        new, before = hosts.rings(), hosts.bytes_by_rdma()
+        for ends in (old, new):
+            carry(hosts, ends)
+        assert hosts.bytes_by_rdma() - before > 600_000
+        close(*new)
+    close(*old)
+
+
+def test_a_lost_rank_names_the_ends_and_the_event(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device, port, both GIDs, status and cause of the last rail stand in what is told of the loss."""
+
+    async def refuse(route: Any) -> Any:
+        raise ConnectionRefusedError
+
+    hosts = make([HERE], [THERE])
+    ends = hosts.rings()
+    hosts.meet()
+    monkeypatch.setattr("xvcomm.wire.links.connect", refuse)
+    for network in hosts.networks:
+        for rail in network.rails():
+            if rail.scheme == "tcp":
+                network.lose(rail.rank, (rail.local, rail.remote, rail.number))
+    until(lambda: hosts.rails(0) == hosts.rails(1) == [RDMA])
+    hosts.report("mlx5_0", "PORT_ERR")
+    until(lambda: all(hosts.lost))
+    (why,) = hosts.lost[0]
+    assert "; RDMA: mlx5_0 port 1, GID fe80::11 to fe80::22: PORT_ERR: the link is down: the cable" in why, why
     close(*ends)
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import select
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from ipaddress import IPv6Address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fabric import Fabric, FakeDevice
 
+from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma import cards as module
 from xvcomm.backends.rdma.cards import RdmaCards, open_cards
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Device, Gid, Port
 from xvcomm.config import Config
+from xvcomm.errors import ResourceError
 from xvcomm.wire.frames import MAX_DEVICES
 
 ALL = PortChoice(None, {})
@@ -123,11 +127,33 @@ def test_a_partition_that_is_missing(host: Any, opened: list[str], caplog: Any) 
 
 
 class TwoPorts(FakeDomain):
-    """An open device N whose ports have the addresses 10.N.1.1 and 10.N.2.1."""
+    """An open device N whose ports have the addresses 10.N.1.1 and 10.N.2.1.
+
+    Attributes:
+        ports: by their numbers.
+        refuses, removed: it registers no memory; it does not answer any more either.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.ports = {number: port(f"10.{name[4:]}.{number}.1", number) for number in (1, 2)}
+        self.refuses = self.removed = False
 
     def ask(self) -> Device:
         """Both ports."""
-        return Device(self.name, tuple(port(f"10.{self.name[4:]}.{number}.1", number) for number in (1, 2)))
+        if self.removed:
+            raise ResourceError(f"{self.name} does not tell its ports: No such device")
+        return Device(self.name, tuple(self.ports.values()))
+
+    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
+        """Memory with keys that no other device has."""
+        if self.removed or self.refuses:
+            raise ResourceError(f"{self.name} does not register {nbytes} bytes")
+        return SimpleNamespace(lkey=1 + int(self.name[4:]), rkey=11 + int(self.name[4:]))
+
+    def release(self, region: Any) -> bool:
+        """Registered no more."""
+        return True
 
 
 class FakeRail:
@@ -136,9 +162,11 @@ class FakeRail:
     def __init__(
         self, domain: Any, device: int, port: Port, gid: Gid, options: Any, closed: Any, *, direct: bool
     ) -> None:
-        self.device, self.port, self._closed, self.failed = device, port, closed, False
-        self.fake = FakeRail.devices[device].pair(FakeRail.devices[device].queue())
+        self.device, self.port, self.gid, self._closed, self.failed = device, port, gid, closed, False
+        self.completions = FakeRail.devices[device].queue()
+        self.fake = FakeRail.devices[device].pair(self.completions)
         self.number = self.fake.number
+        self.numbers, self.completion_queues = [self.number], [self.completions.record.queue]
 
     devices: list[FakeDevice]
 
@@ -158,7 +186,8 @@ class World:
         self.devices = FakeRail.devices = [fabric.device() for _ in range(2)]
         monkeypatch.setattr(module, "Events", lambda name, context: self.devices[int(name[4:])].events())
         monkeypatch.setattr("xvcomm.backends.rdma.rails.RailPair", FakeRail)
-        self.cards = RdmaCards([TwoPorts(f"fake{i}") for i in range(2)], ALL, Config(), {})  # type: ignore[arg-type]
+        self.domains = [TwoPorts(f"fake{i}") for i in range(2)]
+        self.cards = RdmaCards(self.domains, ALL, Config(), {})  # type: ignore[arg-type]
         self.pairs: list[Any] = [self.cards.pair(f"10.{device}.{number}.1") for device in range(2) for number in (1, 2)]
         self.told: list[tuple[str, list[int]]] = []
         self.cards.watch(self._add, lambda why, pairs: self.told.append((why, sorted(p.number for p in pairs))))
@@ -192,7 +221,7 @@ def test_whom_an_event_concerns(world: World) -> None:
     first, second = world.devices
     first.report("PORT_ERR", port=2)
     ((why, pairs),) = world.hear()
-    assert why.startswith("fake0 port 2: PORT_ERR: the link is down")
+    assert why.startswith("PORT_ERR: the link is down")
     assert pairs == world.numbers(1)
     first.report("PORT_ACTIVE", port=2)
     first.report("GID_CHANGE", port=1)
@@ -200,6 +229,27 @@ def test_whom_an_event_concerns(world: World) -> None:
     world.pairs[3].fake.report("QP_FATAL")
     second.report("DEVICE_FATAL")
     assert [pairs for _, pairs in world.hear()] == [world.numbers(3), world.numbers(2, 3)]
+
+
+def test_a_completion_queue_that_overflows_concerns_its_rail_alone(world: World) -> None:
+    world.pairs[1].completions.report()
+    ((why, pairs),) = world.hear()
+    assert why.startswith("CQ_ERR: a completion queue has overflowed") and pairs == world.numbers(1)
+
+
+@pytest.mark.parametrize("place", [None, 7], ids=["gone", "moved"])
+def test_a_gid_that_is_gone_or_has_moved(world: World, place: int | None) -> None:
+    """The rails that use it, of this port alone; a GID that has come is no loss."""
+    found, ports = world.domains[0].ports[2], world.domains[0].ports
+    ports[2] = replace(found, gids=(*found.gids, *port("10.9.9.9", 2).gids))
+    world.devices[0].report("GID_CHANGE", port=2)
+    assert world.hear() == []
+    ports[2] = replace(found, gids=() if place is None else (replace(found.gids[0], index=place),))
+    world.devices[0].report("GID_CHANGE", port=1)
+    assert world.hear() == []
+    world.devices[0].report("GID_CHANGE", port=2)
+    ((why, pairs),) = world.hear()
+    assert why.startswith("GID_CHANGE: the GID has gone") and pairs == world.numbers(1)
 
 
 def test_pairs_that_were_given_back_are_not_told_of(world: World) -> None:
@@ -210,10 +260,60 @@ def test_pairs_that_were_given_back_are_not_told_of(world: World) -> None:
 
 def test_a_device_that_was_removed_is_not_asked_again(world: World) -> None:
     world.devices[0].remove()
+    world.domains[0].removed = True
     ((why, pairs),) = world.hear()
     assert "was it removed" in why and pairs == world.numbers(0, 1)
     world.devices[1].report("PORT_ERR", port=1)
     assert [pairs for _, pairs in world.hear()] == [world.numbers(2)]
+
+
+def test_the_others_serve_on_beside_a_device_that_was_removed(world: World) -> None:
+    """They make rails and register memory; the removed one has no keys, and what it served is refused with its reason."""
+    world.domains[0].removed = True
+    assert world.cards.reaches("10.1.2.1") and world.cards.pair("10.1.2.1").device == 1
+    assert not world.cards.reaches("10.0.2.1")
+    with pytest.raises(ResourceError, match=r"no active port .* 10\.0\.2\.1; fake0 does not tell its ports"):
+        world.cards.pair("10.0.2.1")
+    assert world.cards.register(4096, 4096).keys == [(0, 0), (2, 12)]
+    world.domains[1].removed = True
+    with pytest.raises(ResourceError, match="does not register"):
+        world.cards.register(4096, 4096)
+
+
+def test_memory_that_one_device_refuses_is_registered_with_none(world: World) -> None:
+    world.domains[0].refuses = True
+    with pytest.raises(ResourceError, match="fake0 does not register"):
+        world.cards.register(4096, 4096)
+
+
+class FakeGpu(SupportsNicMemory):
+    """A GPU whose memory devices register by its address."""
+
+    needs_write = True
+
+    def bus(self) -> str:
+        """Any place."""
+        return "0000:65:00.0"
+
+    def nic_memory(self, nbytes: int) -> int:
+        """A page."""
+        return 4096
+
+    def return_nic_memory(self, address: int, nbytes: int) -> None:
+        """Given back."""
+
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        """Not given by the driver."""
+        raise ResourceError("the driver exports no dma-buf")
+
+
+def test_slots_beside_a_device_that_was_removed(world: World) -> None:
+    from xvcomm.backends.rdma.slots import DirectSlots
+
+    world.domains[0].removed = True
+    slots = DirectSlots(FakeGpu(), world.domains, 4096)  # type: ignore[arg-type]
+    assert slots.keys == [(0, 0), (2, 12)]
+    slots.close()
 
 
 def test_what_is_left_is_given_back_with_the_devices(world: World, opened: list[str]) -> None:

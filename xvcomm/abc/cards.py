@@ -108,6 +108,10 @@ class Pair(Protocol):
     loopback: Loopback
     description: bytes
 
+    @property
+    def where(self) -> str:
+        """The device, the port and both GIDs, once it is connected; for messages."""
+
     def connect(self, theirs: bytes) -> None:
         """Join it with the other side's, by its description.
 

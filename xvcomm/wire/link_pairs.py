@@ -80,20 +80,25 @@ class LinkPairs:
         Args:
             gone: whether the other side is gone, and will not do so.
         """
-        why = made.pair.failure() or made.why
+        reported = made.why and f"{made.pair.where}: {made.why}"
+        why = made.pair.failure() or reported
         made.pair.fail()
         self._failing[index] = made
         self._carrier.report(self._number, made.pair.number, made.pair.peer, answer=made.confirmed)
         self._end(index, made, gone=gone)
         if why and not gone:
-            self.troubles.fail(both)
-            self.say(both, why)
+            self.troubles.fail(both, why)
+            self._warn(both, why, made.why if why == reported else why)
 
     def say(self, both: Ends, why: str) -> None:
-        """Say once why RDMA does not carry between two addresses, and keep it for the case that nothing else does."""
+        """Say once why there is no RDMA between two addresses, and keep it for the case that nothing else carries."""
         self.troubles.note(why)
-        if (both[0], why) not in self._own.said:
-            self._own.said.add((both[0], why))
+        self._warn(both, why, why)
+
+    def _warn(self, both: Ends, why: str, cause: str) -> None:
+        """Say it once for each address of this host and cause, however many ranks are reached from there."""
+        if (both[0], cause) not in self._own.said:
+            self._own.said.add((both[0], cause))
             notice(f"no RDMA from {both[0]} to {both[1]} of rank {self._rank}; it is tried again: {why}")
 
     def look(self, *, gone: bool) -> None:

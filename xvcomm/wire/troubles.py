@@ -21,29 +21,35 @@ class Troubles:
     """Those of one link. Used in the event loop of `Network`; other threads may read `newest`.
 
     Attributes:
-        text: of the newest one; empty if there was none.
-        newest: when it was.
+        newest: when the newest one was.
     """
 
     def __init__(self, carrier: Carrier, link: int, timeout: float) -> None:
         """Begin without any; `timeout`: seconds for which a host may be silent."""
         self._carrier, self._link, self._timeout = carrier, link, timeout
-        self.text, self.newest = "", -math.inf
+        self.newest = -math.inf
+        self._failure = self._refusal = ""  # of the rail that has failed last, and of the newest one after it
         self._worked = time.monotonic()  # when a rail of RDMA worked, or none was needed
         self._moved = 0
         self._broken: dict[Ends, tuple[float, float]] = {}  # when rails failed, and seconds until they are tried
 
+    @property
+    def text(self) -> str:
+        """How a rail has failed, and why there is none since; empty if there was no trouble."""
+        return "; then ".join(filter(None, (self._failure, self._refusal)))
+
     def note(self, why: str) -> None:
-        """A device has refused a rail, or one has failed."""
-        self.text, self.newest = why, time.monotonic()
+        """A device has refused a rail."""
+        self._refusal, self.newest = why, time.monotonic()
 
     def note_route(self, why: str) -> None:
         """No connection to make a rail could be had; of less interest than what devices have said."""
-        self.text, self.newest = self.text or why, time.monotonic()
+        self._refusal, self.newest = self._refusal if self.text else why, time.monotonic()
 
-    def fail(self, ends: Ends) -> None:
+    def fail(self, ends: Ends, why: str) -> None:
         """A rail that was up has failed."""
-        before, pause = self._broken.get(ends, (0.0, 0.0))
+        self._failure, self._refusal, self.newest = why, "", time.monotonic()
+        before, pause = self._broken.get(ends, (-math.inf, 0.0))
         lasting = time.monotonic() - before > pause + _LONGEST_SECONDS
         needed = self._carrier.need_of_rdma(self._link) is Need.RDMA
         longest = min(_LONGEST_SECONDS, self._timeout / 4) if needed else _LONGEST_SECONDS

@@ -15,7 +15,7 @@ enum { RESET = 0, READY = 3, ERROR = 6 };
 
 enum { SUCCESS = 0, LOC_PROT_ERR = 4, WR_FLUSH_ERR = 5, REM_ACCESS_ERR = 10, RETRY_EXC_ERR = 12 };
 
-enum { QP_FATAL = 1, PATH_MIG_ERR = 7 }; /* the first and the last event of queue pairs */
+enum { CQ_ERR = 0, QP_FATAL = 1, PATH_MIG_ERR = 7 }; /* the latter two: the first and the last event of queue pairs */
 
 struct ibv_context {
     void *device;
@@ -82,6 +82,7 @@ struct ibv_wc {
 
 struct ibv_async_event {
     union {
+        struct ibv_cq *cq;
         struct ibv_qp *qp;
         int port_num;
     } element;

@@ -90,6 +90,7 @@ class FakeCardPair:
         self._poll = completions.record.poll
         self.loopback = Loopback(*self._join_with_itself(fabric, device)) if direct else Loopback()
         self.description = _HALF.pack(self.number)
+        self.where = f"fake queue pair {self.number}"
 
     def _join_with_itself(self, fabric: Fabric, device: FakeDevice) -> tuple[int, int, int, int]:
         self._word, completions = np.zeros(1, np.int64), device.queue(16)

@@ -71,7 +71,9 @@ def _load(library: Path) -> Any:
         ("fake_connect", None, [pointer, half]),
         ("fake_leave", None, [pointer, half]),
         ("fake_destroy_qp", number, [pointer]),
-        ("fake_report", None, [pointer, half, pointer, number]),
+        ("fake_report", None, [pointer, half, number]),
+        ("fake_report_qp", None, [pointer, half]),
+        ("fake_report_cq", None, [pointer]),
         ("fake_remove", None, [pointer]),
         ("fake_get_async_event", number, [pointer, pointer]),
         ("fake_ack_async_event", None, [pointer]),
@@ -175,7 +177,7 @@ class FakeDevice:
 
     def report(self, name: str, port: int = 0) -> None:
         """Let it report an event of itself, or of a port."""
-        self.calls.fake_report(self.address, NAMES.index(name), None, port)
+        self.calls.fake_report(self.address, NAMES.index(name), port)
 
     def remove(self) -> None:
         """Let it be removed: it reports nothing any more."""
@@ -197,6 +199,11 @@ class FakeQueue(CompletionQueue):
         names = ("fake_get_cq_event", "fake_ack_cq_events")
         get, ack = (ctypes.cast(getattr(calls, name), ctypes.c_void_p).value or 0 for name in names)
         super().__init__(address, get, ack, batch=16)
+        self._calls = calls
+
+    def report(self) -> None:
+        """Let its device report that it has overflowed: CQ_ERR."""
+        self._calls.fake_report_cq(self.record.queue)
 
 
 class FakePair(PostedQueue):
@@ -243,7 +250,7 @@ class FakePair(PostedQueue):
 
     def report(self, name: str) -> None:
         """Let the device report an event of this pair."""
-        self._device.calls.fake_report(self._device.address, NAMES.index(name), self._pair, 0)
+        self._device.calls.fake_report_qp(self._pair, NAMES.index(name))
 
     def close(self) -> None:
         """Give it back."""

@@ -35,6 +35,7 @@ struct cq {
     struct ibv_wc *ring;
     uint64_t pushed, polled, acked, events; /* events: those that were read */
     int armed; /* other threads clear it when they send */
+    int reports; /* asynchronous events of it that are not acknowledged */
 };
 
 struct receive {
@@ -475,20 +476,34 @@ void fake_ack_async_event(struct ibv_async_event *event)
 {
     if (event->event_type >= QP_FATAL && event->event_type <= PATH_MIG_ERR)
         ((struct pair *)event->element.qp)->reports--;
+    if (event->event_type == CQ_ERR)
+        ((struct cq *)event->element.cq)->reports--;
 }
 
-/* Let the device report an event: of a pair, or of a port. */
-void fake_report(struct device *device, uint32_t type, struct pair *pair, int port)
+static void report(struct device *device, struct ibv_async_event event)
 {
-    struct ibv_async_event event = {.event_type = type};
-    if (pair) {
-        event.element.qp = &pair->verbs;
-        pair->reports++;
-    } else {
-        event.element.port_num = port;
-    }
     if (write(device->reports, &event, sizeof event) != sizeof event)
         abort();
+}
+
+/* Let the device report an event of a port; 0: of itself. */
+void fake_report(struct device *device, uint32_t type, int port)
+{
+    report(device, (struct ibv_async_event){.element.port_num = port, .event_type = type});
+}
+
+/* The same of a queue pair. */
+void fake_report_qp(struct pair *pair, uint32_t type)
+{
+    pair->reports++;
+    report((struct device *)pair->verbs.context, (struct ibv_async_event){.element.qp = &pair->verbs, .event_type = type});
+}
+
+/* That a completion queue is of no use any more. */
+void fake_report_cq(struct cq *cq)
+{
+    cq->reports++;
+    report((struct device *)cq->verbs.context, (struct ibv_async_event){.element.cq = &cq->verbs, .event_type = CQ_ERR});
 }
 
 /* Like the removal of the device: nothing is reported any more. */
@@ -540,7 +555,7 @@ struct cq *fake_create_cq(struct device *device, int entries)
 /* How many events were not acknowledged; real libraries would wait for them for ever. */
 int fake_destroy_cq(struct cq *cq)
 {
-    int owed = (int)(cq->events - cq->acked);
+    int owed = (int)(cq->events - cq->acked) + cq->reports;
     close(cq->channel.fd);
     free(cq->ring);
     free(cq);

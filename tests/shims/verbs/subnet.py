@@ -17,6 +17,7 @@ from fabric import ERROR, Fabric, FakeDevice
 
 from xvcomm.backends.rdma import layout
 from xvcomm.backends.rdma.devices import Device, Gid, Port
+from xvcomm.errors import ResourceError
 
 INIT, READY_TO_RECEIVE, READY_TO_SEND = 1, 2, 3
 """States of a queue pair."""
@@ -52,11 +53,13 @@ class Library:
     Attributes:
         ends: all ports, by their devices' names.
         routes: of the queue pairs that were joined, by number: LID, whether there is a GRH, and the partition's place.
+        removed: names of devices that answer nothing any more.
     """
 
     def __init__(self, fabric: Fabric, ends: Sequence[SubnetEnd]) -> None:
         self.fabric, self.ends = fabric, {end.device: end for end in ends}
         self.routes: dict[int, tuple[int, bool, int]] = {}
+        self.removed: set[str] = set()
         self._made: dict[int, tuple[FakeDevice, SubnetEnd]] = {}  # by the context
         self._queues: dict[int, int] = {}  # by the channel
         self._pairs: dict[int, tuple[FakeDevice, SubnetEnd]] = {}
@@ -154,10 +157,14 @@ class SubnetDomain:
 
     def ask(self) -> Device:
         """Its port as it is now."""
+        if self.name in self._library.removed:
+            raise ResourceError(f"{self.name} does not tell its ports: No such device")
         return Device(self.name, (self._library.ends[self.name].port(),))
 
     def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
         """Memory that its port reads and writes. A rail begins with its buffers, and has a device of its own."""
+        if self.name in self._library.removed:
+            raise ResourceError(f"{self.name} does not register {nbytes} bytes: No such device")
         self._library.attach(self._library.ends[self.name])
         key = self._library.fabric.register(address, nbytes)
         return SimpleNamespace(lkey=key, rkey=key)
