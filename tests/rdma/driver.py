@@ -7,7 +7,7 @@ from numba import njit
 
 from xvcomm.jit.atomics import load, store
 from xvcomm.jit.record import compiled_at
-from xvcomm.wire import verbs
+from xvcomm.wire import verbs, visibility
 
 JOB = np.dtype([("here", "i8"), ("key", "i8"), ("there", "i8"), ("there_key", "i8"), ("bytes", "i8")])
 """One WRITE."""
@@ -79,3 +79,10 @@ def arm(completions):
 def take_events(completions):
     """Reset the channel."""
     return verbs.take_events(verbs.completions_at(completions))
+
+
+@njit(nogil=True)
+def reach(loopback, completions, word, key, there, there_key, scratch):
+    """Make visible what a device has written to a GPU's memory."""
+    pair, queue = verbs.queue_at(loopback), verbs.completions_at(completions)
+    return visibility.reach(pair, queue, word, key, there, there_key, scratch)

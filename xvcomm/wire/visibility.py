@@ -10,7 +10,7 @@ from __future__ import annotations
 from errno import ETIMEDOUT
 from typing import Any
 
-from xvcomm.jit.atomics import monotonic
+from xvcomm.jit.atomics import monotonic, sched_yield
 from xvcomm.jit.inline import register_jitable
 from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.verbs import completions_at, failed, post, queue_at, read, take, write
@@ -41,6 +41,7 @@ def reach(loopback: Any, completions: Any, word: int, key: int, there: int, ther
         if monotonic() > until:
             loopback.error = ETIMEDOUT
             return False
+        sched_yield()  # Soft-RoCE answers in the kernel, perhaps on this core
     return True
 
 

@@ -54,13 +54,16 @@ class _GpuMemory:
     """A GPU's memory that all fake devices reach: CUDA's by copies, and the stand-in's by a dma-buf that is a file."""
 
     def __init__(self, fabric: Fabric, device: Any, nbytes: int) -> None:
-        self._fabric, self._device, self._bytes = fabric, device, nbytes + 8
+        self._fabric, self._device = fabric, device
+        self._bytes = nbytes + (8 if device.needs_write else 0)
         self.address = device.nic_memory(self._bytes)
-        self.scratch = self.address + nbytes
+        self.scratch = self.address + nbytes if device.needs_write else 0
         self._descriptor = device.dma_buf(self.address, self._bytes)
         by_file = device.capabilities().kind == "rocm"
         file = Path(f"/proc/self/fd/{self._descriptor}") if by_file else None
-        self._key = fabric.register(self.address, self._bytes, file, gpu=1 + device.index)
+        self._key = fabric.register(
+            self.address, self._bytes, file, gpu=1 + device.index, needs_write=device.needs_write
+        )
         self.keys = [Keys(self._key, self._key)]
 
     def close(self, *, in_use: bool = False) -> None:

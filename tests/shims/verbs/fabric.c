@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 struct shared {
-    uint32_t pairs, regions; /* how many there have been */
+    uint32_t devices, pairs, regions; /* how many there have been */
     struct shared_pair pair[PAIRS];
     struct region region[REGIONS];
 };
@@ -50,7 +50,12 @@ void fabric_close(struct fabric *fabric)
     free(fabric);
 }
 
-uint32_t fabric_add_pair(struct fabric *fabric, void *queue)
+uint32_t fabric_add_device(struct fabric *fabric)
+{
+    return 1 + __atomic_fetch_add(&fabric->shared->devices, 1, __ATOMIC_ACQ_REL);
+}
+
+uint32_t fabric_add_pair(struct fabric *fabric, void *queue, uint32_t device)
 {
     uint32_t number = 1 + __atomic_fetch_add(&fabric->shared->pairs, 1, __ATOMIC_ACQ_REL);
     if (number >= PAIRS)
@@ -63,6 +68,7 @@ uint32_t fabric_add_pair(struct fabric *fabric, void *queue)
     pthread_mutex_init(&shared->lock, &kind);
     shared->process = fabric->process;
     shared->queue = queue;
+    shared->device = device;
     return number;
 }
 
@@ -88,23 +94,18 @@ void fabric_unlock(struct shared_pair *shared)
 }
 
 uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
-                         uint32_t posted)
+                         uint32_t gpu, uint32_t needs_write)
 {
     uint32_t index = 1 + __atomic_fetch_add(&fabric->shared->regions, 1, __ATOMIC_ACQ_REL);
     if (index >= REGIONS || strlen(path) >= PATH_BYTES)
         return 0;
     struct region *region = &fabric->shared->region[index];
     *region = (struct region){
-        .process = fabric->process, .base = base, .bytes = bytes, .offset = offset, .posted = posted};
+        .process = fabric->process, .base = base, .bytes = bytes, .offset = offset, .gpu = gpu, .needs_write = needs_write};
     strcpy(region->path, path);
     uint32_t key = index << 8 | 0x5a;
     __atomic_store_n(&region->key, key, __ATOMIC_RELEASE);
     return key;
-}
-
-void fabric_deregister(struct fabric *fabric, uint32_t key)
-{
-    __atomic_store_n(&fabric->shared->region[(key >> 8) % REGIONS].key, 0, __ATOMIC_RELEASE);
 }
 
 static char *map_region(struct fabric *fabric, uint32_t index, const struct region *region)
@@ -136,7 +137,7 @@ char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64
     if (address < region->base || bytes > region->bytes || address - region->base > region->bytes - bytes)
         return NULL;
     char *start = (char *)region->base;
-    if (region->process != fabric->process || (region->posted && region->path[0])) {
+    if (region->process != fabric->process || (region->gpu && region->path[0])) {
         pthread_mutex_lock(&fabric->lock);
         start = map_region(fabric, index, region);
         pthread_mutex_unlock(&fabric->lock);
@@ -172,7 +173,8 @@ void fabric_copy(void *to, const void *from, uint64_t bytes)
 /* What was written to GPUs' memory and is not seen there yet, in order, by all fabrics of this process. */
 struct kept {
     struct kept *next;
-    uint32_t gpu;
+    uint32_t key, gpu, device;
+    int pushed; /* a READ lets it be seen */
     char *to;
     uint64_t bytes;
     char data[];
@@ -180,20 +182,55 @@ struct kept {
 static struct kept *kept;
 static pthread_mutex_t keeping = PTHREAD_MUTEX_INITIALIZER;
 
-void fabric_put(struct fabric *fabric, uint32_t key, char *to, const char *from, uint64_t bytes)
+static void drop(struct kept **at)
+{
+    struct kept *found = *at;
+    *at = found->next;
+    free(found);
+}
+
+void fabric_deregister(struct fabric *fabric, uint32_t key)
+{
+    __atomic_store_n(&fabric->shared->region[(key >> 8) % REGIONS].key, 0, __ATOMIC_RELEASE);
+    pthread_mutex_lock(&keeping);
+    for (struct kept **at = &kept; *at;)
+        if ((*at)->key == key)
+            drop(at);
+        else
+            at = &(*at)->next;
+    pthread_mutex_unlock(&keeping);
+}
+
+/* Keep bytes back. What another device has written to the same place before arrives there now at the latest. */
+static void keep(struct kept *made, int needs_write, int itself)
+{
+    made->pushed = !needs_write || itself;
+    pthread_mutex_lock(&keeping);
+    struct kept **at = &kept;
+    while (*at) {
+        struct kept *found = *at;
+        if (found->gpu == made->gpu && found->device == made->device)
+            found->pushed |= itself;
+        else if (found->to < made->to + made->bytes && made->to < found->to + found->bytes) {
+            fabric_copy(found->to, found->data, found->bytes);
+            drop(at);
+            continue;
+        }
+        at = &found->next;
+    }
+    *at = made;
+    pthread_mutex_unlock(&keeping);
+}
+
+void fabric_put(struct fabric *fabric, const struct shared_pair *over, uint32_t key, char *to, const char *from, uint64_t bytes)
 {
     uint64_t word;
-    uint32_t gpu = fabric->shared->region[(key >> 8) % REGIONS].posted;
-    if (gpu) {
+    const struct region *region = &fabric->shared->region[(key >> 8) % REGIONS];
+    if (region->gpu) {
         struct kept *made = malloc(sizeof *made + bytes);
-        *made = (struct kept){.gpu = gpu, .to = to, .bytes = bytes};
+        *made = (struct kept){.key = key, .gpu = region->gpu, .device = over->device, .to = to, .bytes = bytes};
         fabric_copy(made->data, from, bytes);
-        pthread_mutex_lock(&keeping);
-        struct kept **last = &kept;
-        while (*last)
-            last = &(*last)->next;
-        *last = made;
-        pthread_mutex_unlock(&keeping);
+        keep(made, region->needs_write, fabric_pair(fabric, over->peer) == over);
     } else if (bytes == 8 && (uintptr_t)to % 8 == 0 && !cuda.context) { /* a counter is written at once, and after what was written before */
         memcpy(&word, from, 8);
         __atomic_store_n((uint64_t *)to, word, __ATOMIC_RELEASE);
@@ -202,19 +239,18 @@ void fabric_put(struct fabric *fabric, uint32_t key, char *to, const char *from,
     }
 }
 
-void fabric_settle(struct fabric *fabric, uint32_t key)
+void fabric_settle(struct fabric *fabric, const struct shared_pair *over, uint32_t key)
 {
-    uint32_t gpu = fabric->shared->region[(key >> 8) % REGIONS].posted;
+    uint32_t gpu = fabric->shared->region[(key >> 8) % REGIONS].gpu;
     pthread_mutex_lock(&keeping);
     for (struct kept **at = &kept; *at;) {
         struct kept *found = *at;
-        if (found->gpu != gpu) {
+        if (found->gpu != gpu || found->device != over->device || !found->pushed) {
             at = &found->next;
             continue;
         }
         fabric_copy(found->to, found->data, found->bytes);
-        *at = found->next;
-        free(found);
+        drop(at);
     }
     pthread_mutex_unlock(&keeping);
 }

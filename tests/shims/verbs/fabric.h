@@ -15,6 +15,7 @@ struct shared_pair {
     pthread_mutex_t lock; /* held while the state changes, and by the peer while something of it arrives */
     uint32_t state;
     uint32_t peer;
+    uint32_t device; /* its number in the fabric */
     uint32_t cut; /* nothing gets through between it and its peer, and neither is told */
     uint32_t starved; /* the peer has a SEND for which nothing was posted */
     int32_t process;
@@ -30,7 +31,8 @@ struct region {
     int32_t process;
     uint64_t base, bytes;
     uint64_t offset;
-    uint32_t posted; /* number of a GPU, from 1 on, or 0: what is written is seen there only after a READ from that GPU */
+    uint32_t gpu;         /* its number, from 1 on, or 0: host memory */
+    uint32_t needs_write; /* see `fabric_put` */
     char path[PATH_BYTES]; /* of the file in shared memory that holds it; empty: only its own process reaches it */
 };
 
@@ -39,8 +41,11 @@ struct fabric;
 struct fabric *fabric_open(const char *path);
 void fabric_close(struct fabric *fabric);
 
-/* Number of a new pair in RESET, whose completions go to a queue of this process, or 0 if there is no room. */
-uint32_t fabric_add_pair(struct fabric *fabric, void *queue);
+/* Number of a new device. */
+uint32_t fabric_add_device(struct fabric *fabric);
+
+/* Number of a new pair in RESET of a device, whose completions go to a queue of this process, or 0 if there is no room. */
+uint32_t fabric_add_pair(struct fabric *fabric, void *queue, uint32_t device);
 struct shared_pair *fabric_pair(struct fabric *fabric, uint32_t number);
 int32_t fabric_process(const struct fabric *fabric);
 
@@ -50,7 +55,7 @@ void fabric_unlock(struct shared_pair *shared);
 
 /* The key under which memory can be sent and written, or 0 if there is no room. */
 uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
-                         uint32_t posted);
+                         uint32_t gpu, uint32_t needs_write);
 void fabric_deregister(struct fabric *fabric, uint32_t key);
 
 /* Where this process reaches an address of a region, or null if the key does not permit these bytes. */
@@ -62,8 +67,10 @@ int fabric_use_cuda(void *context);
 /* Copy bytes between regions and host memory. */
 void fabric_copy(void *to, const void *from, uint64_t bytes);
 
-/* Put bytes where `fabric_reach` has found a region; of a GPU's they are kept back until `fabric_settle`. */
-void fabric_put(struct fabric *fabric, uint32_t key, char *to, const char *from, uint64_t bytes);
+/* Let the device of a pair put bytes where `fabric_reach` has found a region. A GPU sees them only after `fabric_settle` over the
+ * same device, and one that needs a WRITE only if the device has put something there in between over a pair that is joined with
+ * itself. */
+void fabric_put(struct fabric *fabric, const struct shared_pair *over, uint32_t key, char *to, const char *from, uint64_t bytes);
 
-/* Let all be seen that was put into regions of the GPU of this one. */
-void fabric_settle(struct fabric *fabric, uint32_t key);
+/* Let the GPU of a region see what the device of a pair has put into its memory. */
+void fabric_settle(struct fabric *fabric, const struct shared_pair *over, uint32_t key);

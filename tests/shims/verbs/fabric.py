@@ -60,7 +60,7 @@ def _load(library: Path) -> Any:
     for name, result, arguments in (
         ("fabric_open", pointer, [ctypes.c_char_p]),
         ("fabric_close", None, [pointer]),
-        ("fabric_register", half, [pointer, word, word, ctypes.c_char_p, word, half]),
+        ("fabric_register", half, [pointer, word, word, ctypes.c_char_p, word, half, half]),
         ("fabric_deregister", None, [pointer, half]),
         ("fabric_use_cuda", number, [pointer]),
         ("fake_open", pointer, [pointer, word, word]),
@@ -111,7 +111,7 @@ class Fabric:
         return self._devices[-1]
 
     def register(
-        self, address: int, nbytes: int, file: Path | None = None, offset: int = 0, *, gpu: int = 0
+        self, address: int, nbytes: int, file: Path | None = None, offset: int = 0, *, gpu: int = 0, needs_write: bool = False
     ) -> int:  # fmt: skip
         """Permit that memory is sent and written; its key.
 
@@ -119,9 +119,12 @@ class Fabric:
             address, nbytes: of the memory.
             file: in shared memory, whose mapping it is, if other processes write to it.
             offset: in the file.
-            gpu: number of its GPU, from 1 on, in which what is written is seen only after a READ from it; 0: host memory.
+            gpu: number of its GPU, from 1 on; 0: host memory. What a device has written there is seen only after a READ by the same
+                device, over a pair that is joined with itself.
+            needs_write: it is seen only after a WRITE over such a pair, and a READ behind that.
         """
-        key = self.calls.fabric_register(self._fabric, address, nbytes, os.fsencode(file or ""), offset, gpu)
+        path = os.fsencode(file or "")
+        key = self.calls.fabric_register(self._fabric, address, nbytes, path, offset, gpu, needs_write)
         assert key, "the fabric has no room for more regions"
         return int(key)
 

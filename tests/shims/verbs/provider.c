@@ -61,7 +61,7 @@ struct device {
     struct ibv_context verbs;
     struct fabric *fabric;
     struct pair *pairs[DEVICE_PAIRS];
-    uint32_t count, late_count;
+    uint32_t number, count, late_count;
     uint64_t tick, random, delay;
     int reports; /* end of a pipe, whose other one is verbs.async_fd */
     struct {
@@ -129,24 +129,24 @@ static int has_message(const struct shared_pair *shared)
     return __atomic_load_n(&shared->sent, __ATOMIC_SEQ_CST) != shared->taken;
 }
 
-/* Write the bytes; an ibv_wc_status. */
-static uint32_t put(struct device *device, const struct request *request, const char *from)
+/* Let the device of a pair write the bytes; an ibv_wc_status. */
+static uint32_t put(struct device *device, const struct shared_pair *peer, const struct request *request, const char *from)
 {
     uint32_t bytes = request->part.length;
     char *to = fabric_reach(device->fabric, request->there_key, request->there, bytes);
     if (!to)
         return REM_ACCESS_ERR;
-    fabric_put(device->fabric, request->there_key, to, from, bytes);
+    fabric_put(device->fabric, peer, request->there_key, to, from, bytes);
     return SUCCESS;
 }
 
-/* Read the bytes, once all that was written is there; an ibv_wc_status. */
-static uint32_t get(struct device *device, const struct request *request, char *to)
+/* Let it read them, once all is there that it has written; an ibv_wc_status. */
+static uint32_t get(struct device *device, const struct shared_pair *peer, const struct request *request, char *to)
 {
     const char *from = fabric_reach(device->fabric, request->there_key, request->there, request->part.length);
     if (!from)
         return REM_ACCESS_ERR;
-    fabric_settle(device->fabric, request->there_key);
+    fabric_settle(device->fabric, peer, request->there_key);
     fabric_copy(to, from, request->part.length);
     return SUCCESS;
 }
@@ -176,7 +176,7 @@ static uint32_t carry(struct device *device, struct shared_pair *shared, const s
         status = UNCONNECTED;
     } else if (request->opcode != SEND) {
         if (bytes)
-            status = request->opcode == WRITE ? put(device, request, from) : get(device, request, from);
+            status = request->opcode == WRITE ? put(device, peer, request, from) : get(device, peer, request, from);
         if (status == REM_ACCESS_ERR) {
             __atomic_store_n(&peer->state, ERROR, __ATOMIC_RELEASE);
             wake_locked(device, peer);
@@ -517,6 +517,7 @@ struct device *fake_open(struct fabric *fabric, uint64_t seed, uint64_t delay)
 {
     struct device *device = calloc(1, sizeof *device);
     device->fabric = fabric;
+    device->number = fabric_add_device(fabric);
     device->random = seed * 2 + 1;
     device->delay = delay;
     device->verbs.ops[POLL_CQ] = (void *)poll_cq;
@@ -566,7 +567,7 @@ struct pair *fake_create_qp(struct device *device, struct cq *cq, uint64_t depth
 {
     if (device->count == DEVICE_PAIRS || receives == 0 || receives > RECEIVES)
         return NULL;
-    uint32_t number = fabric_add_pair(device->fabric, cq);
+    uint32_t number = fabric_add_pair(device->fabric, cq, device->number);
     if (!number)
         return NULL;
     struct pair *pair = calloc(1, sizeof *pair);
