@@ -104,7 +104,8 @@ class Config:
     affinity: str | None = _var(
         None,
         'File in JSON that gives RDMA devices to GPUs by PCIe address, `{"0000:65:00.0": ["mlx5_0"]}`, or one that `xvcomm topo` '
-        "has written. GPUs that it does not name use the devices that are nearest to them on PCIe.",
+        "has written. GPUs that it does not name use the devices that are nearest to them on PCIe if these reach their memory, "
+        "else all.",
     )
     rdma_pairs: int = _var(
         2,
@@ -114,8 +115,8 @@ class Config:
     )
     rdma_traffic_class: int | None = _var(
         None,
-        "Traffic class of RDMA packets, as the network's operator defines them; with RoCE its upper 6 bits are the DSCP. If "
-        "unset, what `NCCL_IB_TC` says, else 0.",
+        "Traffic class of RoCE packets, as the network's operator defines them; its upper 6 bits are the DSCP. InfiniBand's have "
+        "none here, and the service level decides. If unset, what `NCCL_IB_TC` says, else 0.",
         least=0,
         most=255,
     )

@@ -55,7 +55,7 @@ def nearest(
     Raises:
         ConfigError: the file cannot be read, or names none of the devices.
     """
-    wanted = _of_file(file, gpu, host) if file else None
+    wanted = assigned(file, gpu, host)
     if not names:
         return [], {}
     if wanted is not None:
@@ -73,8 +73,14 @@ def nearest(
     return near, {name: f"{why}, instead of {found[name].text}" for name in names if name not in near}
 
 
-def _of_file(file: str, gpu: str, host: str) -> list[str] | None:
-    """The devices that a file gives to a GPU; None if it does not name the GPU."""
+def assigned(file: str | None, gpu: str, host: str) -> list[str] | None:
+    """The devices that a file gives to a GPU; None if it does not name the GPU, or there is no file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not file:
+        return None
     try:
         given = _given(Path(file).read_bytes(), host)
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from xvcomm.abc.cards import Keys, QueueEnd
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma import settings, sysfs
-from xvcomm.backends.rdma.affinity import nearest
+from xvcomm.backends.rdma.affinity import assigned, nearest
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Gid, Port
 from xvcomm.backends.rdma.events import GID_CHANGE, Event, Events
@@ -45,7 +45,8 @@ def open_cards(
 
     Args:
         interfaces: names of those that are used between hosts, by their addresses. Ports of InfiniBand need none.
-        device: of this process. If it is a GPU, and the devices that are nearest to it reach its memory, these alone are used.
+        device: of this process. If it is a GPU, the devices alone are used that XVCOMM_AFFINITY gives to it, or else those that
+            are nearest to it, if they reach its memory.
 
     Raises:
         ConfigError: XVCOMM_AFFINITY makes no sense.
@@ -70,17 +71,17 @@ def open_cards(
                 names.append(name)
         except XvcommError as error:
             refused.setdefault(str(error), []).append(name)
-    gpu, far = None, dict[str, str]()
-    if config.device_direct and isinstance(device, SupportsNicMemory):
-        names, far = nearest(device.bus(), names, config.affinity, config.host or socket.gethostname())
-        open_all(names)
-        if domains:
-            gpu = _try_direct(device, domains, used, settings.options(config, env))
-        if gpu is None or not gpu.works:
-            open_all(far)
-            far = {}
-    else:
-        open_all(names)
+    gpu, far, chosen = None, dict[str, str](), False
+    if isinstance(device, SupportsNicMemory):
+        which = device.bus(), config.host or socket.gethostname()
+        chosen = assigned(config.affinity, *which) is not None
+        names, far = nearest(which[0], names, config.affinity, which[1])
+    open_all(names)
+    if domains and config.device_direct and isinstance(device, SupportsNicMemory):
+        gpu = _try_direct(device, domains, used, settings.options(config, env))
+    if not chosen and (gpu is None or not gpu.works):
+        open_all(far)
+        far = {}
     for why, names in refused.items():
         notice(f"no RDMA over {', '.join(names)}, but TCP: {why}; XVCOMM_RDMA=0 wants no more")
     return RdmaCards(domains, used.choice, config, env, gpu, far) if domains else None

@@ -64,6 +64,16 @@ def test_trials_of_memory_that_no_device_reaches(run):
 
 
 @pytest.mark.parametrize("wanted", ["direct", "refused", "off"])
+def test_topology(run, other_host, wanted):
+    """It names the devices that a GPU uses alone, the nearest: here both; none where its rings lie in host memory."""
+    more = job.settings(next(_ports), XVCOMM_DEVICE="rocm", XVCOMM_DEVICE_DIRECT=str(int(wanted != "off")))
+    told = run("-m", "xvcomm", "topo", "--seconds", "0", is_open=wanted != "refused", **more)
+    if other_host.index == 0:
+        assert told.count("uses rxe0, rxe1\n") == told.count("uses") == (2 if wanted == "direct" else 0), told
+    other_host.swap()
+
+
+@pytest.mark.parametrize("wanted", ["direct", "refused", "off"])
 def test_job(run, wanted):
     """Bytes are right with rings in GPU memory, and in host memory where devices do not reach it or a setting wants that. The
     trace tells of each rank how far the devices came.

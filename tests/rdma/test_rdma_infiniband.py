@@ -20,7 +20,7 @@ from subnet import Library, SubnetDomain, SubnetEnd
 from xvcomm.abc.cards import QueueEnd
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.rdma import cards as module
-from xvcomm.backends.rdma import gids, pairs
+from xvcomm.backends.rdma import gids, pairs, settings
 from xvcomm.backends.rdma.cards import open_cards
 from xvcomm.backends.tcp import interfaces
 from xvcomm.backends.tcp.interfaces import Address, Place
@@ -41,13 +41,13 @@ class SubnetHosts(Hosts):
 
     def __init__(
         self, stack: contextlib.ExitStack, fabric: Fabric, ends: Sequence[Sequence[SubnetEnd]], patch: pytest.MonkeyPatch,
-        settings: Sequence[dict[str, Any]] = ({}, {}), refusing: int = 0,
+        each: Sequence[dict[str, Any]] = ({}, {}), refusing: int = 0,
     ) -> None:  # fmt: skip
         """Make them.
 
         Args:
             ends: the ports of each.
-            settings: of each one's Config.
+            each: of each one's Config.
             refusing: how many addresses of the second one nobody listens at, before the one where it does.
         """
         self.library = Library(fabric, [end for each in ends for end in each])
@@ -61,7 +61,7 @@ class SubnetHosts(Hosts):
         listeners = [socket.create_server((HOST, 0)) for _ in range(2)]
         for index in range(2):
             patch.setattr(module.sysfs, "names", lambda index=index: [end.device for end in ends[index]])
-            found = open_cards(Config(**settings[index]), {HOST: MANAGEMENT}, env={})
+            found = open_cards(Config(**each[index]), {HOST: MANAGEMENT}, env={})
             assert found is not None
             stack.callback(found.close)
             self.cards.append(found)
@@ -148,7 +148,7 @@ def test_partitions(make: Any) -> None:
     keys = (0xFFFF, 0x8001)
     hosts = make(
         [replace(HERE, keys=keys)], [replace(THERE, keys=keys)],
-        settings=({"rdma_partition_key": 0x8001}, {"rdma_partition_key": 0x8001}),
+        each=({"rdma_partition_key": 0x8001}, {"rdma_partition_key": 0x8001}),
     )  # fmt: skip
     (found,) = hosts.networks[0].try_pairs([1])[1]
     assert found.refusal == ""
@@ -159,6 +159,32 @@ def test_partitions_that_differ(make: Any) -> None:
     hosts = make([replace(HERE, keys=(0x8001,))], [replace(THERE, keys=(0x8002,))])
     (found,) = hosts.networks[0].try_pairs([1])[1]
     assert "the partitions do not go together" in found.refusal
+
+
+@pytest.mark.parametrize(("link", "lids"), [("InfiniBand", (5, 9)), ("Ethernet", (0, 0))])
+def test_traffic_class_and_service_level(
+    fake_verbs: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch, link: str, lids: tuple[int, int]
+) -> None:
+    """Both are set, but packets of InfiniBand have no GRH, which has the traffic class."""
+    from xvcomm.backends.rdma.rails import RailPair
+
+    places = [replace(end, lid=lid, link=link) for end, lid in zip((HERE, THERE), lids, strict=True)]
+    options = settings.options(Config(rdma_traffic_class=106, rdma_service_level=3), {}) | {"partition": 0}
+    with Fabric(fake_verbs, fresh()) as fabric:
+        library = Library(fabric, places)
+        monkeypatch.setattr(pairs, "libibverbs", lambda: library)
+        made: list[RailPair] = []
+        for end in places:
+            port = end.port()
+            domain: Any = SubnetDomain(library, end.device)
+            made.append(RailPair(domain, 0, port, port.gids[0], options, lambda pair: None))
+        for here, there in (made, made[::-1]):
+            here.connect(there.description)
+        assert {library.classes[pair.number] for pair in made} == {(106, 3)}
+        grh = link == "Ethernet"
+        assert [library.routes[pair.number] for pair in made] == [(lid, grh, 0) for lid in reversed(lids)]
+        for pair in made:
+            pair.close()
 
 
 def test_two_fabrics_with_one_prefix(make: Any) -> None:
@@ -254,7 +280,7 @@ def test_a_lost_rank_names_the_ends_and_the_event(make: Any, monkeypatch: pytest
 def test_ports_that_are_published(make: Any) -> None:
     """Those with a LID that XVCOMM_NICS names."""
     ends = [HERE, SubnetEnd("mlx5_1", "fe80::12", 6), SubnetEnd("mlx4_0", "fe80::13", 7)]
-    hosts = make(ends, [THERE], settings=({"nics": "mlx5"}, {}))
+    hosts = make(ends, [THERE], each=({"nics": "mlx5"}, {}))
     assert [port.name for port in hosts.cards[0].ports()] == ["mlx5_0:1", "mlx5_1:1"]
     hosts.library.ends["mlx5_1"] = replace(ends[1], lid=0)
     assert [port.name for port in hosts.cards[0].ports()] == ["mlx5_0:1"]

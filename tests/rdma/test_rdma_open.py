@@ -50,6 +50,10 @@ class FakeDomain:
         """Its port."""
         return Device(self.name, ports(self.name))
 
+    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
+        """It registers no memory."""
+        raise ResourceError(f"{self.name} does not register {nbytes} bytes")
+
     def close(self) -> None:
         """It is not open any more."""
         if self.name in self.opened:
@@ -76,6 +80,30 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     FakeDomain.opened = []
     monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", FakeDomain)
     return FakeDomain.opened
+
+
+class FakeGpu(SupportsNicMemory):
+    """A GPU whose memory devices register by its address, if they register any."""
+
+    needs_write = True
+
+    def __init__(self, address: str = "0000:65:00.0") -> None:
+        self._address = address
+
+    def bus(self) -> str:
+        """Its place, of which the kernel knows nothing."""
+        return self._address
+
+    def nic_memory(self, nbytes: int) -> int:
+        """A page."""
+        return 4096
+
+    def return_nic_memory(self, address: int, nbytes: int) -> None:
+        """Given back."""
+
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        """Not given by the driver."""
+        raise ResourceError("the driver exports no dma-buf")
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -111,6 +139,21 @@ def test_more_devices_than_a_process_uses(host: Any, opened: list[str], caplog: 
     assert opened == [f"fake{i}" for i in range(MAX_DEVICES)]
     (text,) = said(caplog)
     assert f"no RDMA over fake{MAX_DEVICES}, but TCP: a process uses at most {MAX_DEVICES} devices" in text
+    found.close()
+
+
+@pytest.mark.parametrize(("gpu", "wanted"), [("0000:65:00.0", ["fake1"]), ("0000:66:00.0", ["fake0", "fake1"])])
+@pytest.mark.parametrize("direct", [0, 1])
+def test_a_file_gives_devices_to_a_gpu_whose_rings_lie_in_host_memory(
+    host: Any, opened: list[str], tmp_path: Path, direct: int, gpu: str, wanted: list[str]
+) -> None:
+    """Because a setting wants that, or because no device reaches the GPU; GPUs that it does not name use all."""
+    file = tmp_path / "affinity.json"
+    file.write_text('{"0000:65:00.0": ["fake1"]}')
+    config = Config(device_direct=direct, affinity=str(file))
+    found = open_cards(config, host(2), FakeGpu(gpu), env={})  # type: ignore[arg-type]
+    assert found is not None and not found.has_direct
+    assert opened == wanted
     found.close()
 
 
@@ -284,27 +327,6 @@ def test_memory_that_one_device_refuses_is_registered_with_none(world: World) ->
     world.domains[0].refuses = True
     with pytest.raises(ResourceError, match="fake0 does not register"):
         world.cards.register(4096, 4096)
-
-
-class FakeGpu(SupportsNicMemory):
-    """A GPU whose memory devices register by its address."""
-
-    needs_write = True
-
-    def bus(self) -> str:
-        """Any place."""
-        return "0000:65:00.0"
-
-    def nic_memory(self, nbytes: int) -> int:
-        """A page."""
-        return 4096
-
-    def return_nic_memory(self, address: int, nbytes: int) -> None:
-        """Given back."""
-
-    def dma_buf(self, address: int, nbytes: int) -> int:
-        """Not given by the driver."""
-        raise ResourceError("the driver exports no dma-buf")
 
 
 def test_slots_beside_a_device_that_was_removed(world: World) -> None:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
+from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.abc.transport import Interface
+from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.rdma.affinity import nearest
 from xvcomm.backends.tcp import TcpTransport
-from xvcomm.cli import app
+from xvcomm.cli import app, survey
 from xvcomm.cli.drawing import draw
 from xvcomm.cli.speeds import rounds
 from xvcomm.cli.survey import interfaces
 from xvcomm.cli.topo import lines
 from xvcomm.config import Config
-from xvcomm.errors import ArgumentError, ConfigError
+from xvcomm.errors import ArgumentError, ConfigError, ResourceError
 from xvcomm.types import cluster
 from xvcomm.types.cluster import Cluster, Host, Nic, Place, Rail
 
@@ -116,6 +119,39 @@ def test_a_topology_file_gives_devices_to_gpus(tmp_path: Path) -> None:
     file.write_text('{"hosts": 3}')
     with pytest.raises(ConfigError, match="XVCOMM_AFFINITY"):
         nearest(GPU, ["mlx5_0"], str(file), "node8")
+
+
+class GpuOf(HostDevice, SupportsNicMemory):
+    """A GPU that no RDMA device of this machine reaches."""
+
+    needs_write = False
+
+    def bus(self) -> str:
+        """Its place."""
+        return GPU
+
+    def nic_memory(self, nbytes: int) -> int:
+        """It has none for cards."""
+        raise ResourceError("no memory for cards")
+
+    def return_nic_memory(self, address: int, nbytes: int) -> None:
+        """It has given none."""
+
+    def dma_buf(self, address: int, nbytes: int) -> int:
+        """It has given none."""
+        raise ResourceError("no memory for cards")
+
+
+@pytest.mark.parametrize("settings", [{"rdma": 0}, {"device_direct": 0}, {}])
+def test_a_gpu_uses_no_device_alone_where_its_rings_lie_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
+) -> None:
+    """Whether a setting wants that or no device reaches its memory: the nearest device is then one of all."""
+    config = Config(**settings)  # type: ignore[arg-type]
+    monkeypatch.setattr(survey, "choose_backend", lambda config: SimpleNamespace(device=GpuOf))
+    found = survey.place(config, {}, 3, [Nic("eth9", ["10.9.0.7/24"], "mlx5_9", "0000:66:00.0")])
+    assert (found.rank, found.pcie, found.nics) == (3, GPU, [])
+    assert "uses" not in "\n".join(lines(Cluster([Host("node7", [found], [])])))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,10 @@ from ipaddress import ip_interface
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.backends.rdma import affinity, settings, sysfs
+from xvcomm.backends.rdma.cards import open_cards
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.cli.speeds import measure
 from xvcomm.config import Config
@@ -24,20 +27,30 @@ if TYPE_CHECKING:
 NET = Path("/sys/class/net")
 
 
-def place(config: Config, rank: int, nics: Sequence[Nic]) -> Place:
-    """Where this rank is, and what lies between its GPU and the host's network interfaces."""
+def place(config: Config, env: Mapping[str, str], rank: int, nics: Sequence[Nic]) -> Place:
+    """Where this rank is, what lies between its GPU and the host's interfaces, and which of their devices that uses alone."""
     device = choose_backend(config).device(config)
     able = device.capabilities()
     island = config.island or able.island
     if not isinstance(device, SupportsNicMemory):
         return Place(rank, island, able.kind)
     gpu = device.bus()
-    used, _ = affinity.nearest(
-        gpu, [nic.rdma for nic in nics if nic.rdma], config.affinity, config.host or socket.gethostname()
-    )
     roots = {nic.name: NET if nic.is_interface else sysfs.ROOT for nic in nics}
     distances = {name: affinity.distance(gpu, name, root=root).text for name, root in roots.items()}
-    return Place(rank, island, able.kind, gpu, used, distances)
+    return Place(rank, island, able.kind, gpu, _used(config, env, device, nics), distances)
+
+
+def _used(config: Config, env: Mapping[str, str], device: Device, nics: Sequence[Nic]) -> list[str]:
+    """The RDMA devices that a GPU uses alone, found out as a job does; none where it uses all, or no RDMA."""
+    assert isinstance(device, SupportsNicMemory)
+    addresses = {str(ip_interface(address).ip): nic.name for nic in nics for address in nic.addresses}
+    cards = open_cards(config, addresses, device, env)
+    if cards is None:
+        return []
+    with contextlib.closing(cards):
+        if (given := affinity.assigned(config.affinity, device.bus(), config.host or socket.gethostname())) is not None:
+            return [nic.rdma for nic in nics if nic.rdma in given]
+        return [grades.device for grades in cards.grades] if cards.has_direct else []
 
 
 def interfaces(config: Config, env: Mapping[str, str], net: Path = NET, rdma: Path = sysfs.ROOT) -> list[Nic]:
@@ -90,7 +103,8 @@ def survey(comm: Communicator, config: Config, env: Mapping[str, str], seconds: 
         seconds: see `measure`; 0 measures nothing.
     """
     nics = interfaces(config, env)
-    mine = config.host or socket.gethostname(), place(config, comm.rank, nics), nics, bool(config.host or config.island)
+    where = place(config, env, comm.rank, nics)
+    mine = config.host or socket.gethostname(), where, nics, bool(config.host or config.island)
     told = comm.all_gather_object(mine)
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(comm.topology.hosts):

@@ -40,7 +40,7 @@ class Place(msgspec.Struct, frozen=True):
         island: its label.
         device: `cuda`, `rocm` or `host`.
         pcie: address of its GPU; empty on host memory.
-        nics: RDMA devices that its GPU uses. In a file for XVCOMM_AFFINITY: that it shall use.
+        nics: RDMA devices that its GPU uses alone; none where it uses all. In a file for XVCOMM_AFFINITY: that it shall use.
         distances: what lies between its GPU and each network interface, by its name.
     """
 

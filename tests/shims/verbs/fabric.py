@@ -119,8 +119,8 @@ class Fabric:
             address, nbytes: of the memory.
             file: in shared memory, whose mapping it is, if other processes write to it.
             offset: in the file.
-            gpu: number of its GPU, from 1 on; 0: host memory. What a device has written there is seen only after a READ by the same
-                device, over a pair that is joined with itself.
+            gpu: number of its GPU, from 1 on; 0: host memory. What a device has written there is seen only after a READ by the
+                same device, over a pair that is joined with itself.
             needs_write: it is seen only after a WRITE over such a pair, and a READ behind that.
         """
         path = os.fsencode(file or "")

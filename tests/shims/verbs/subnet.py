@@ -33,6 +33,7 @@ class SubnetEnd:
         lid: 0: the subnet manager has not seen it.
         fabric: the cables: only ports with the same one reach each other.
         keys: of its partitions, by their places.
+        link: `Ethernet` for a port of RoCE, which has no LID.
     """
 
     device: str
@@ -40,11 +41,13 @@ class SubnetEnd:
     lid: int
     fabric: str = "a"
     keys: tuple[int, ...] = (0xFFFF,)
+    link: str = "InfiniBand"
 
     def port(self) -> Port:
         """As verbs tell of it: the only one of its device."""
-        gid = Gid(0, IPv6Address(self.gid).packed, "InfiniBand", "", self.gid)
-        return Port(1, "active", "InfiniBand", 4096, self.lid, (gid,))
+        version = "InfiniBand" if self.link == "InfiniBand" else "RoCE v2"
+        gid = Gid(0, IPv6Address(self.gid).packed, version, "", self.gid)
+        return Port(1, "active", self.link, 4096, self.lid, (gid,))
 
 
 class Library:
@@ -53,12 +56,14 @@ class Library:
     Attributes:
         ends: all ports, by their devices' names.
         routes: of the queue pairs that were joined, by number: LID, whether there is a GRH, and the partition's place.
+        classes: of the same, their traffic class and service level.
         removed: names of devices that answer nothing any more.
     """
 
     def __init__(self, fabric: Fabric, ends: Sequence[SubnetEnd]) -> None:
         self.fabric, self.ends = fabric, {end.device: end for end in ends}
         self.routes: dict[int, tuple[int, bool, int]] = {}
+        self.classes: dict[int, tuple[int, int]] = {}
         self.removed: set[str] = set()
         self._made: dict[int, tuple[FakeDevice, SubnetEnd]] = {}  # by the context
         self._queues: dict[int, int] = {}  # by the channel
@@ -117,6 +122,7 @@ class Library:
             found["state"], self._places[pair] = INIT, (int(asked["pkey_index"]), 0)
         elif state == READY_TO_RECEIVE:
             address = asked["address"]
+            self.classes[number] = int(address["route"]["traffic_class"]), int(address["sl"])
             self.routes[number] = int(address["lid"]), bool(address["is_global"]), self._places[pair][0]
             self._places[pair] = self._places[pair][0], int(asked["dest_qp_num"])
         else:
