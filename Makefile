@@ -71,11 +71,13 @@ test-gpu: $(READY)-$(GPU)   ## the tests that need GPUs; GPU=cuda12 or rocm if n
 	status=0; $(PY) -m pytest -rs tests/hardware || status=1; \
 	$(PY) -m pytest -rs xvcomm/testing -k "cuda or rocm" || status=1; exit $$status
 
-# A few tests first compile the kernels on this machine. The small hosts, which read its files, would take minutes for that.
+# A few tests first compile the kernels on this machine. The small hosts, which read its files, would take minutes for that. At the
+# end one runs here that kills such hosts.
 test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE that are built once, in 10 to 20 minutes
 	$(PY) -m pytest -q -p no:cacheprovider -m "not rdma" -k "trials or right_bytes or in_order or short_sums" \
 	  tests/rdma/test_rdma_direct.py tests/rdma/test_rdma_trials.py tests/conformance/test_rocm.py
 	$(PY) tests/shims/rxe/run.py $(RXE) -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
+	$(PY) -m pytest -q -rs -p no:cacheprovider -k "dies and not tcp" tests/rdma/test_rdma_power.py
 
 test-clusters: $(READY)   ## the tests on SLURM, which root installs, and Ray, in an environment of its own; 10 to 20 minutes
 	$(PY) tests/clusters/install.py $(WHAT)

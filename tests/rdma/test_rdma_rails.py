@@ -187,14 +187,18 @@ def test_a_completion_is_lost(make):
     close(*ends)
 
 
-def test_without_devices_there(make):
-    """A host whose device refuses goes by TCP, and says why."""
+def test_without_devices_there(make, monkeypatch, caplog):
+    """A host whose device refuses goes by TCP, and both say why."""
+    monkeypatch.setattr("xvcomm.system.notice.speaks", lambda: True)
     hosts = make()
     hosts.cards[1].refusal = "no more queue pairs"
     ends = hosts.rings()
     until(lambda: hosts.rails(0) == hosts.rails(1) == [0])
     carry(hosts, ends)
     assert hosts.rails() == [0]
+    for rank, why in (1, "at the other end no more queue pairs"), (0, "no more queue pairs"):
+        told = f"no RDMA from {HOST} to {HOST} of rank {rank}; it is tried again: {why}"
+        until(lambda told=told: told in caplog.text)
     close(*ends)
 
 
