@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fabric import DROP, STATUS
-from fake_hosts import Hosts, carry, close, until
+from fake_hosts import HOST, Hosts, carry, close, until
 
 from xvcomm.abc.device import RingStopped
 from xvcomm.config import Config
@@ -73,6 +73,19 @@ def lose(hosts, ends):
     return (hosts.lost[0] + hosts.lost[1])[0]
 
 
+def restrict(hosts, ends):
+    """Let each rail carry alone: those of RDMA can; while a socket is to, all of RDMA do."""
+    network = hosts.networks[0]
+    for chosen in hosts.numbers:
+        for index in range(2):
+            hosts.networks[index].restrict(1 - index, [(HOST, HOST, chosen)])
+        before = {rail.number: rail.sent for rail in network.rails()}
+        carry(hosts, ends, SIZES, seed=chosen)
+        sent = {rail.number: rail.sent - before[rail.number] for rail in network.rails()}
+        by_chosen = sent[chosen] if chosen else sum(sent[number] for number in hosts.numbers[1:])
+        assert by_chosen > sum(SIZES) and sum(sent.values()) - by_chosen < sum(SIZES) // 20, (chosen, sent)
+
+
 def case(library, shared, gpus, sides, fault, delay):
     """Carry messages, before, during and after a fault; what there is to say."""
     each = [{"gpu": gpu} for gpu in gpus]
@@ -97,7 +110,9 @@ def case(library, shared, gpus, sides, fault, delay):
         if fault == "silent":
             hush(hosts)
             return lose(hosts, ends)
-        if fault == "none":
+        if fault == "restrict":
+            restrict(hosts, ends)
+        elif fault == "none":
             carry_at_once(hosts, 3, seed=2)
         else:
             carry(hosts, ends, SIZES, seed=2, halfway=lambda: break_pair(hosts, fault))

@@ -45,6 +45,12 @@ def test_messages(run, sides):
     assert run(sides, *cases) == ["all right"] * len(cases)
 
 
+@pytest.mark.parametrize("sides", SIDES)
+def test_some_rails_carry_alone(run, sides):
+    """Those of RDMA: what each of them carries can be measured."""
+    assert run(sides, ("restrict", 0)) == ["all right"]
+
+
 @pytest.mark.parametrize("sides", SIDES[1:])
 def test_memory_at_the_other_end_that_cannot_be_registered(run, sides):
     """Nothing can carry such a ring, and the ranks are told at once."""

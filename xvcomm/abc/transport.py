@@ -323,7 +323,7 @@ class Transport(ABC):
     def restrict(self, member: int, only: Collection[Ends]) -> None:  # noqa: B027 - ranks that share memory have no rails
         """Let only these rails carry what this rank sends to another one from now on; none: all of them again.
 
-        If all of them are lost, the others carry. Control messages go over any.
+        If all of them are lost, the others carry. Control messages go over any, rings in GPU memory over RDMA only.
 
         Args:
             member: its number in the whole job.

@@ -48,6 +48,15 @@ def _forget_socket(link: Any, address: int) -> None:
 
 
 @register_jitable
+def _count_chosen(link: Any, rail: Any, chosen: int) -> None:
+    """Note whether a rail is one of those that alone carry slots."""
+    link.chosen += chosen - rail.chosen
+    if rail.rdma != 0:
+        link.rdma_chosen += chosen - rail.chosen
+    rail.chosen = chosen
+
+
+@register_jitable
 def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
     """Take a rail out of use, and let what it carried go over others; the other side drops what it had received."""
     rail.state, rail.error, rail.out, rail.slot_left = DOWN, why, 0, 0
@@ -56,8 +65,7 @@ def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
         link.rdma_rails -= 1
     else:
         _forget_socket(link, address_of(rail, "lock"))
-    link.chosen -= rail.chosen
-    rail.chosen = 0
+    _count_chosen(link, rail, 0)
     for i in range(link.wire_count):
         wire = wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i)))
         if wire.ring == 0:
@@ -125,8 +133,7 @@ def _choose(address: int, index: int, chosen: int) -> int:
     lock(carrier)
     rail = rail_at(load(carrier.rails + 8 * index))
     if rail.state == UP:
-        link_at(load(carrier.links + 8 * rail.link)).chosen += chosen - rail.chosen
-        rail.chosen = chosen
+        _count_chosen(link_at(load(carrier.links + 8 * rail.link)), rail, chosen)
     unlock(carrier)
     return 0
 

@@ -75,7 +75,9 @@ def _carries(link: Any, rail: Any, wire: Any) -> bool:
     """Whether a rail may carry the slots: where RDMA devices reach both ends', rails of RDMA do; if some are chosen, these."""
     by_rdma = link.rdma_rails > 0 and wire.registered != 0 and wire.slots_there != 0
     by_socket = wire.apart == 0 and wire.apart_there == 0
-    if link.chosen > 0 and by_socket and (by_rdma or link.rdma_rails == 0):
+    if not by_socket and link.rdma_chosen > 0:
+        return bool(by_rdma and rail.rdma != 0 and rail.chosen != 0)
+    if by_socket and link.chosen > 0 and (by_rdma or link.rdma_rails == 0):
         return bool(rail.chosen != 0)
     return bool(rail.rdma != 0) if by_rdma else bool(rail.rdma == 0 and by_socket)
 

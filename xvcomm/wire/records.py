@@ -160,6 +160,7 @@ LINK = np.dtype([
     ("wanted", "i8"),
     ("rdma_rails", "i8"),  # how many rails of RDMA are up
     ("chosen", "i8"),  # how many rails that are up carry slots alone; 0: all carry
+    ("rdma_chosen", "i8"),  # how many of them are of RDMA, which alone carry rings in GPU memory
     ("sockets", "i8", MAX_RAILS),  # addresses of the other rails that are up, and how many there are
     ("socket_count", "i8"),
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
