@@ -16,7 +16,7 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | TELL | of the question; `slot`: how many frames follow | the rank's `Life`; the time there; a part, if there is one |
 | WRITTEN | over RDMA: a SLOT whose bytes were written into the ring before | none behind the header; `length` as of SLOT |
 | TAKEN | none | none: only what goes with every frame over RDMA, see `posting` |
-| FAILED | of the receiver's queue pair; `slot`: of the sender's, which has failed; `lane`: 1 if this is an answer | none |
+| FAILED | name of the receiver's queue pair; `slot`: of the sender's, which has failed; `lane`: 1 if this is an answer | none |
 """
 
 from __future__ import annotations

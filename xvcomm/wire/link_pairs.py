@@ -64,15 +64,15 @@ class LinkPairs:
                 made.why = made.why or why
                 self._carrier.drop(index)
 
-    def hear_failure(self, number: int, peer: int, *, answer: bool) -> None:
-        """The other side has told that its queue pair `peer` has failed, which is joined with `number` here."""
+    def hear_failure(self, here: int, there: int, *, answer: bool) -> None:
+        """The other side has told that its queue pair has failed, by the names of both; see `PairRail.names`."""
         for index, made in self._all():
-            if (made.pair.number, made.pair.peer) == (number, peer):
+            if made.names == (here, there):
                 made.confirmed = True
                 self._carrier.drop(index)
                 return
         if not answer and not self.making:  # it was given up here, and forgotten
-            self._carrier.report(self._number, number, peer, answer=True)
+            self._carrier.report(self._number, here, there, answer=True)
 
     def give_up(self, index: int, both: Ends, made: PairRail, *, gone: bool) -> None:
         """Let nothing more arrive over the queue pair of a lost rail, and tell the other side, which does the same.
@@ -84,7 +84,7 @@ class LinkPairs:
         why = made.pair.failure() or reported
         made.pair.fail()
         self._failing[index] = made
-        self._carrier.report(self._number, made.pair.number, made.pair.peer, answer=made.confirmed)
+        self._carrier.report(self._number, *made.names, answer=made.confirmed)
         self._end(index, made, gone=gone)
         if why and not gone:
             self.troubles.fail(both, why)
@@ -105,7 +105,7 @@ class LinkPairs:
         """Give back those of lost rails of which nothing arrives any more, and tell the other side of the others again."""
         for index, made in list(self._failing.items()):
             if not self._end(index, made, gone=gone):
-                self._carrier.report(self._number, made.pair.number, made.pair.peer, answer=False)
+                self._carrier.report(self._number, *made.names, answer=False)
 
     def _end(self, index: int, made: PairRail, *, gone: bool) -> bool:
         """Give a failed one back, if nothing of it can arrive at either side any more."""

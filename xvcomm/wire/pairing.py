@@ -33,6 +33,11 @@ class PairRail:
     def __init__(self, pair: Pair) -> None:
         self.pair, self.posted, self.confirmed, self.why = pair, PostedRail(pair), False, ""
 
+    @property
+    def names(self) -> tuple[int, int]:
+        """What FAILED calls this queue pair, and the other side's: each device counts its own, so that two have equal numbers."""
+        return self.pair.device << 32 | self.pair.number, self.pair.there << 32 | self.pair.peer
+
     def give_back(self) -> None:
         """Give the queue pair back, which is in no rail."""
         self.pair.fail()
