@@ -61,9 +61,15 @@ def node_file(name: str, root: Path = ROOT) -> Path | None:
 
 
 def interfaces(name: str, root: Path = ROOT) -> dict[str, int]:
-    """The network interfaces of a device, and to which port each belongs."""
-    found = sorted((root / name / "device" / "net").glob("*"))
-    return {folder.name: int(_text(folder / "dev_port") or 0) + 1 for folder in found}
+    """The network interfaces of a device, and to which port each belongs; on Ethernet also a bond or VLAN that its GIDs name."""
+    found = {
+        folder.name: int(_text(folder / "dev_port") or 0) + 1
+        for folder in sorted((root / name / "device" / "net").glob("*"))
+    }
+    for port in ports(name, root):
+        if port.link == "Ethernet":
+            found |= {gid.interface: port.number for gid in port.gids if gid.interface}
+    return found
 
 
 def gigabits(name: str, port: int, root: Path = ROOT) -> float:

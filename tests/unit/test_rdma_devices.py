@@ -212,6 +212,8 @@ def subnet(kernel: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same device as two ports of InfiniBand, of which the subnet manager has not seen the second; without an interface."""
     install(monkeypatch, get_device_list=lambda: [SimpleNamespace(name=b"mlx5_0")], Context=Hca)
     monkeypatch.setattr("xvcomm.backends.rdma.pairs.Domain", Hca)
+    for file in kernel.glob("mlx5_0/ports/*/link_layer"):
+        file.write_text("InfiniBand\n")
     return kernel
 
 

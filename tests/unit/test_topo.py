@@ -196,6 +196,26 @@ def test_interfaces_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert interfaces(Config(), {}, net, rdma)[0].gigabits == 0
 
 
+def test_interfaces_whose_device_is_known_by_its_gids_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As of software devices, which have no hardware, and of bonds, which are not the hardware's interfaces."""
+    used = [Interface("eth0", "10.0.0.7/24", True, ""), Interface("bond0", "10.1.0.7/24", True, "")]
+    monkeypatch.setattr(TcpTransport, "interfaces", lambda config, env: used)
+    rdma = tmp_path / "infiniband"
+    for name, interface in (("rxe0", "eth0"), ("mlx5_bond_0", "bond0")):
+        port = rdma / name / "ports" / "1"
+        for file, text in {
+            "state": "4: ACTIVE", "link_layer": "Ethernet", "gids/0": "0000:0000:0000:0000:0000:ffff:0a00:0007",
+            "gid_attrs/types/0": "RoCE v2", "gid_attrs/ndevs/0": interface,
+        }.items():  # fmt: skip
+            (port / file).parent.mkdir(parents=True, exist_ok=True)
+            (port / file).write_text(text + "\n")
+    slave = rdma / "mlx5_bond_0" / "device" / "net" / "ens1f0"
+    slave.mkdir(parents=True)
+    assert {nic.name: nic.rdma for nic in interfaces(Config(), {}, tmp_path / "net", rdma)} == {
+        "eth0": "rxe0", "bond0": "mlx5_bond_0",
+    }  # fmt: skip
+
+
 def infiniband(root: Path, name: str, lids: tuple[str, ...], interface: str = "") -> None:
     """Describe a device as the kernel does, whose ports have these LIDs; its first one may have IP over InfiniBand."""
     files = {f"device/net/{interface}/dev_port": "0"} if interface else {}
