@@ -85,9 +85,13 @@ def examine(
 
     if not isinstance(device, SupportsNicMemory):
         return []
-    used = {str(ip_interface(i.address).ip): i.name for i in interfaces if i.used and i.address}
-    cards = open_cards(config, used, device, env)
+    cards = open_cards(config, addresses(interfaces), device, env)
     if cards is None:
         return [Trial("none in use", f"{WRITES}, {READS}", *try_export(device))]
     with contextlib.closing(cards):
         return list(cards.trials)
+
+
+def addresses(interfaces: Sequence[Interface]) -> dict[str, str]:
+    """Names of the network interfaces that are used, by their addresses, as `open_cards` takes them."""
+    return {str(ip_interface(i.address).ip): i.name for i in interfaces if i.used and i.address}

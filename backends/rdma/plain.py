@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xvcomm.abc.cards import Cards
+from xvcomm.abc.cards import Cards, Registered
 from xvcomm.errors import ResourceError
 from xvcomm.jit.atomics import monotonic, sched_yield
 from xvcomm.jit.compile import compiling, kernel
@@ -34,24 +34,31 @@ class PlainPair:
         description: for the other side.
     """
 
-    def __init__(self, cards: Cards, address: str, nbytes: int) -> None:
-        """Make one of the device of the network interface that has this address.
+    def __init__(self, cards: Cards, address: str, nbytes: int, *, sends: bool) -> None:
+        """Make one of the device of the port that has this address.
+
+        The memory is the GPU's where slots of rings are, else the host's.
 
         Args:
             nbytes: of the memory.
+            sends: whether this side writes to the other one.
 
         Raises:
             ResourceError: the device refuses.
         """
-        self._memory = np.zeros(nbytes, np.uint8)
+        self._nbytes, self._memory = nbytes, None
         self._pair = cards.pair(address)
         try:
-            self._region = cards.register(self._memory.ctypes.data, nbytes)
+            region = cards.direct(nbytes, producer=sends)
+            if region is None:
+                self._memory = np.zeros(nbytes, np.uint8)
+                region = cards.register(self._memory.ctypes.data, nbytes)
         except ResourceError:
             self._pair.close()
             raise
-        keys = [key.remote for key in self._region.keys]
-        self.description = PlainDescription(self._pair.description, self._memory.ctypes.data, keys)
+        self._region: Registered = region
+        keys = [key.remote for key in region.keys]
+        self.description = PlainDescription(self._pair.description, region.address, keys)
 
     def connect(self, theirs: PlainDescription) -> None:
         """Join it with the other side's; neither may write before both have.
@@ -69,8 +76,8 @@ class PlainPair:
             ResourceError: a request has failed; with the reason.
         """
         pair, key = self._pair, self._region.keys[self._pair.device].local
-        here, begun = self._memory.ctypes.data, time.perf_counter()
-        if not write_all(pair.queue, pair.completions, here, key, *self._there, self._memory.nbytes, count, LONGEST_NS):
+        here, begun = self._region.address, time.perf_counter()
+        if not write_all(pair.queue, pair.completions, here, key, *self._there, self._nbytes, count, LONGEST_NS):
             raise ResourceError(pair.failure())
         return time.perf_counter() - begun
 

@@ -84,10 +84,12 @@ def test_rdma_alone_without_devices(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=ENV | {"XVCOMM_RDMA": "0"}, timeout=300)
     assert done.stdout.count("code 1\n") == 2, done
     for text in (done.stdout, (tmp_path / "certify-rdma.txt").read_text()):
-        for way in ("h0 to h1", "h1 to h0"):
-            assert f"{way}: 0 of 300 messages wrong, 0 % by RDMA, no rail of RDMA within 10 s\n" in text, text
-        assert "FAILED. Remedy: follow docs/rdma.md" in text
-    assert json.loads((tmp_path / "certify-rdma.json").read_text())["hosts"] == ["h0", "h1"]
+        for here, there in (("h0 (rank 0)", "h1 (rank 1)"), ("h1 (rank 1)", "h0 (rank 0)")):
+            assert f"WRONG: {here} to {there}: no rail of RDMA has come up; {here} uses no RDMA device" in text, text
+        assert "What to do: follow docs/rdma.md" in text and "FAILED.\n" in text
+    report = json.loads((tmp_path / "certify-rdma.json").read_text())
+    assert report["hosts"] == ["h0", "h1"]
+    assert [(way["compared"], way["wrong"]) for way in report["directions"]] == [(300, 0)] * 2
 
 
 def test_one_rank_alone():

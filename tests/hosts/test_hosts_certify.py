@@ -1,11 +1,16 @@
 """`xvcomm certify` between two hosts by label: connections are compared bit by bit, and lost."""
 
+import time
+
+import numpy as np
 import relay
 
 from xvcomm.cli.certify.contract import FAILED, PASSED, PROVEN, SKIPPED, WRONG
 from xvcomm.cli.certify.options import Options
 from xvcomm.cli.certify.runner import certify_job
+from xvcomm.cli.connections import Connections, ends_of
 from xvcomm.testing import World
+from xvcomm.testing.inside import network
 
 HOST = {"XVCOMM_DEVICE": "host"}
 LARGE = 16 << 10
@@ -52,3 +57,28 @@ def test_one_connection_alone_proves_no_failover():
         code, found = results(world, "rails", "failover")
     assert code == 2 and found["rails"].state == PASSED
     assert found["failover"].state == SKIPPED and "one connection" in found["failover"].reason
+
+
+def exchange_and_lose(comm):
+    """Exchange messages, before and after all connections are lost; the bytes that this rank had sent each time."""
+    other, found = 1 - comm.rank, []
+    connections = Connections(comm, other)
+    for lose in (True, False):
+        comm.sendrecv(np.ones(1 << 20, np.uint8), other, np.empty(1 << 20, np.uint8), other)
+        comm.barrier()
+        found.append(connections.by_scheme()["tcp"])
+        if lose:
+            for path in connections.up():
+                network(comm).lose(other, ends_of(path))
+            until = time.monotonic() + 60
+            while not sum(connections.losses().values()) or not connections.up():
+                assert time.monotonic() < until, connections.paths()
+                time.sleep(0.01)
+    return found
+
+
+def test_bytes_of_a_lost_connection_count():
+    """So that what one carries meanwhile is never negative, and no part of the whole is above 1."""
+    with World(hosts="a,b", env={**HOST, "XVCOMM_WIRE_THREADS": "1"}, timeout=100) as world:
+        for before, after in world.run(exchange_and_lose):
+            assert after - before > 1 << 20

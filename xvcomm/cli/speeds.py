@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xvcomm.cli.connections import Connections, ends_of
 from xvcomm.types.cluster import Rail
 from xvcomm.types.route import Ends
 
@@ -54,26 +55,22 @@ class _Direction:
     """This rank's side of the messages that are timed, and the other rank."""
 
     def __init__(self, comm: Communicator, other: int) -> None:
-        from xvcomm.testing.inside import context
-
         self._comm, self._other = comm, other
-        self._transports = context(comm).session.transports
+        self._connections = Connections(comm, other)
 
     def send(self, source: str, target: str, seconds: float) -> list[Rail]:
         """Measure all connections together, then those between the same addresses alone."""
         self._speeds((), _TOGETHER_NBYTES, _MEET_SECONDS)
         together = self._speeds((), _TOGETHER_NBYTES, seconds)
         groups: dict[tuple[str, str, str], list[Ends]] = {}
-        for rail in self._comm.rails():
-            if rail.rank == self._other:
-                ends = rail.local, rail.remote, rail.number
-                groups.setdefault((rail.local, rail.remote, rail.scheme), []).append(ends)
+        for path in self._connections.up():
+            groups.setdefault((path.local, path.remote, path.scheme), []).append(ends_of(path))
         found = []
         for key, group in groups.items():
             alone = self._speeds(group, _ALONE_NBYTES, seconds) if len(groups) > 1 else together
             speed, share = (sum(speeds.get(ends, 0.0) for ends in group) for speeds in (alone, together))
             found.append(Rail(source, target, *key, speed, share))
-        self._restrict(())
+        self._connections.restrict(())
         self._comm.send_object(None, self._other)
         return found
 
@@ -81,22 +78,22 @@ class _Direction:
         """Receive what the other rank's `send` sends."""
         while (told := self._comm.recv_object(self._other)) is not None:
             only, nbytes = told
-            self._restrict([(remote, local, number) for local, remote, number in only])
+            self._connections.restrict([(remote, local, number) for local, remote, number in only])
             data, more = np.empty(nbytes, np.uint8), np.empty(1, np.uint8)
             for _ in range(2):
                 while self._comm.recv(more, self._other)[0]:
                     self._comm.recv(data, self._other)
                 self._comm.send(more, self._other)
-        self._restrict(())
+        self._connections.restrict(())
 
     def _speeds(self, only: Collection[Ends], nbytes: int, seconds: float) -> dict[Ends, float]:
         """Bytes a second over each connection while these alone, or all, carry messages of a size."""
         self._comm.send_object((only, nbytes), self._other)
-        self._restrict(only)
+        self._connections.restrict(only)
         self._messages(nbytes, 0)
-        before = self._sent()
+        before = self._connections.sent()
         took = self._messages(nbytes, seconds)
-        return {ends: (sent - before.get(ends, 0)) / took for ends, sent in self._sent().items()}
+        return {ends: (sent - before.get(ends, 0)) / took for ends, sent in self._connections.sent().items()}
 
     def _messages(self, nbytes: int, seconds: float) -> float:
         """Send one message, and more of them for some seconds; how long it took until all had arrived."""
@@ -110,12 +107,3 @@ class _Direction:
         self._comm.send(np.zeros(1, np.uint8), self._other)
         self._comm.recv(more, self._other)
         return time.monotonic() - begin
-
-    def _restrict(self, only: Collection[Ends]) -> None:
-        for transport in self._transports:
-            transport.restrict(self._other, only)
-
-    def _sent(self) -> dict[Ends, int]:
-        """Bytes that were sent over each connection, and those that it has replaced."""
-        every = (path for transport in self._transports for path in transport.paths())
-        return {(path.local, path.remote, path.number): path.sent for path in every if path.rank == self._other}

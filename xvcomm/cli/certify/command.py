@@ -33,7 +33,8 @@ def certify(
     only_rdma: Annotated[
         bool,
         typer.Option(
-            "--rdma", help="Only RDMA between the hosts of a job, from host memory, with a report of its own."
+            "--rdma",
+            help="Only RDMA between the hosts of a job, with a report of its own; --seconds is for each speed.",
         ),
     ] = False,
 ) -> None:

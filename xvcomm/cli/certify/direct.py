@@ -20,23 +20,24 @@ _COLUMNS = ["rank", "device", "direction", "grade", "reason"]
 def _run(comm: Communicator, control: Control, job: Job, result: Result) -> None:
     from xvcomm.backends.rdma.trials import DIRECT
 
-    told = control.collect(_grades(comm) if comm.rank in job.hosts and comm.device != "host" else None)
-    trials = [(rank, trial) for rank, found in told for trial in found]
-    result.done, result.planned = len(trials), len(trials)
+    told = control.collect(trials(comm) if comm.rank in job.hosts and comm.device != "host" else None)
+    tried = [(rank, trial) for rank, found in told for trial in found]
+    result.done, result.planned = len(tried), len(tried)
     result.tables.append(Table("RDMA devices and GPU memory (docs/rdma.md explains the grades)", _COLUMNS))
-    for rank, trial in trials:
+    for rank, trial in tried:
         result.tables[-1].rows.append([str(rank), *(trial[column] for column in _COLUMNS[1:])])
-    reached = [trial for _, trial in trials if trial["grade"] == DIRECT]
-    if comm.rank == 0 and len(reached) < len(trials):
+    reached = [trial for _, trial in tried if trial["grade"] == DIRECT]
+    if comm.rank == 0 and len(reached) < len(tried):
         remedy = "see the reasons in the table and docs/rdma.md; rings lie in host memory until then"
-        what = f"{len(reached)} of {len(trials)} ways between RDMA devices and GPU memory are in use"
+        what = f"{len(reached)} of {len(tried)} ways between RDMA devices and GPU memory are in use"
         result.findings.append(Finding(what, remedy, wrong=False))
     if comm.rank == 0 and not reached:
         result.state = SKIPPED
-        result.reason = trials[0][1]["reason"] if trials else "the GPU's memory cannot be given to RDMA devices"
+        result.reason = tried[0][1]["reason"] if tried else "the GPU's memory cannot be given to RDMA devices"
 
 
-def _grades(comm: Communicator) -> list[dict[str, str]]:
+def trials(comm: Communicator) -> list[dict[str, str]]:
+    """How far the RDMA devices of this rank come with the memory of its GPU, by the names of `backends.rdma.trials.Trial`."""
     from xvcomm.backends.rdma import direct
 
     config = Config.from_env(os.environ)

@@ -12,6 +12,7 @@ import numpy as np
 from xvcomm.cli.certify.contract import SKIPPED, Result, Section, Table
 from xvcomm.cli.certify.control import Case, Control, Trials
 from xvcomm.cli.certify.job import Job
+from xvcomm.cli.connections import Connections, ends_of, name_of
 from xvcomm.comm.communicator import Communicator
 from xvcomm.testing.arrays import arrays
 from xvcomm.testing.inside import context, network
@@ -77,10 +78,10 @@ def _direction(trial: Trial, source: int, target: int, row: dict[str, str], comm
 
 def _compare(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> None:
     """Messages of one slot, and of many, each of which the receiver answers for."""
-    a, chance = arrays(comm), np.random.default_rng(other + comm.rank)
+    a, chance, connections = arrays(comm), np.random.default_rng(other + comm.rank), Connections(comm, other)
     sizes = [*chance.integers(1, _ONE_SLOT, 24).tolist(), *[_ONE_SLOT] * 40, *[_LARGE] * 8]
     if sends:
-        _settle(comm, other)
+        _settle(connections)
     by_rail: dict[Ends, int] = {}
     wrong = 0
     for size in sizes:
@@ -90,17 +91,19 @@ def _compare(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -
             answer[0] = np.array_equal(arrived, content)
             comm.send(a.put(answer), other)
             continue
-        before = _sent(comm, other)
+        before = connections.sent()
         comm.send(a.put(content), other)
         if not a.get(comm.recv(a.put(answer), other))[0]:
             wrong += 1
-            for ends, nbytes in _sent(comm, other).items():
+            for ends, nbytes in connections.sent().items():
                 if nbytes - before.get(ends, 0) > _COUNTED:
                     by_rail[ends] = by_rail.get(ends, 0) + 1
     if not sends:
         return
-    row["connections"], row["wrong messages"] = f"{len(_sent(comm, other))}", f"{wrong} of {len(sizes)}"
-    told = "; ".join(f"{_name(ends)}: {number}" for ends, number in sorted(by_rail.items(), key=lambda item: -item[1]))
+    row["connections"], row["wrong messages"] = f"{len(connections.up())}", f"{wrong} of {len(sizes)}"
+    told = "; ".join(
+        f"{name_of(ends)}: {number}" for ends, number in sorted(by_rail.items(), key=lambda item: -item[1])
+    )
     assert not wrong, (
         f"{wrong} of {len(sizes)} messages came with wrong bytes; wrong ones by the connections that carried them: {told}"
     )
@@ -108,9 +111,9 @@ def _compare(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -
 
 def _speed(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> None:
     """Bytes a second of large messages, and what carried them."""
-    a, count = arrays(comm), 64
+    a, count, connections = arrays(comm), 64, Connections(comm, other)
     data, done = a.put(np.zeros(_LARGE, np.uint8)), a.put(np.zeros(1, np.uint8))
-    before, begun = _by_scheme(comm, other), time.perf_counter()
+    before, begun = connections.by_scheme(), time.perf_counter()
     for _ in range(count):
         if sends:
             comm.send(data, other)
@@ -122,7 +125,7 @@ def _speed(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> 
         return
     a.get(comm.recv(done, other))
     row["GB/s"] = f"{count * _LARGE / (time.perf_counter() - begun) / 1e9:.3f}"
-    sent = {scheme: nbytes - before.get(scheme, 0) for scheme, nbytes in _by_scheme(comm, other).items()}
+    sent = {scheme: nbytes - before.get(scheme, 0) for scheme, nbytes in connections.by_scheme().items()}
     whole = max(1, sum(sent.values()))
     row["carried by"] = ", ".join(f"{scheme} {100 * nbytes / whole:.0f} %" for scheme, nbytes in sent.items() if nbytes)
 
@@ -132,8 +135,8 @@ def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> N
 
     What replaces it may have other addresses of the same network interfaces.
     """
-    a, chance = arrays(comm), np.random.default_rng(7)
-    rails = list(_sent(comm, other)) if sends else []
+    a, chance, connections = arrays(comm), np.random.default_rng(7), Connections(comm, other)
+    rails = [ends_of(path) for path in connections.up()] if sends else []
     if sends:
         row["connections"], row["one lost"] = f"{len(rails)}", "not tried"
     count = np.array([48 if len(rails) > 1 else 0])
@@ -151,7 +154,7 @@ def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> N
             wrong += not np.array_equal(a.get(comm.recv(a.put(np.zeros_like(content)), other)), content)
             continue
         if number == 16:
-            losses = _losses(comm, other)
+            losses = sum(connections.losses().values())
             network(comm).lose(context(comm).ranks[other], rails[0])
         comm.send(a.put(content), other)
         longest = max(longest, time.monotonic() - begun)
@@ -162,46 +165,22 @@ def _lose(comm: Communicator, other: int, sends: bool, row: dict[str, str]) -> N
     begun, replaced = time.monotonic(), False
     while not replaced and time.monotonic() - begun < _REPLACED_SECONDS:
         time.sleep(0.01)
-        replaced = _losses(comm, other) > losses and len(_sent(comm, other)) >= len(rails)
+        replaced = sum(connections.losses().values()) > losses and len(connections.up()) >= len(rails)
     how = f"replaced after {time.monotonic() - begun:.1f} s" if replaced else "NOT REPLACED"
     row["one lost"] = f"longest wait {longest:.2f} s, {how}"
-    assert not wrong, f"{wrong} of {int(count[0])} messages were wrong when {_name(rails[0])} was lost"
-    assert replaced, f"{_name(rails[0])} was lost, and was not replaced within {_REPLACED_SECONDS:.0f} s"
+    assert not wrong, f"{wrong} of {int(count[0])} messages were wrong when {name_of(rails[0])} was lost"
+    assert replaced, f"{name_of(rails[0])} was lost, and was not replaced within {_REPLACED_SECONDS:.0f} s"
 
 
-def _settle(comm: Communicator, other: int) -> None:
+def _settle(connections: Connections) -> None:
     """Wait until there are connections, and no more come."""
-    found: dict[Ends, int] = {}
+    found: list[Ends] = []
     until = time.monotonic() + _REPLACED_SECONDS
     while time.monotonic() < until:
-        before, found = found, _sent(comm, other)
-        if found and found.keys() == before.keys():
+        before, found = found, [ends_of(path) for path in connections.up()]
+        if found and found == before:
             return
         time.sleep(_SETTLE_SECONDS)
-
-
-def _sent(comm: Communicator, other: int) -> dict[Ends, int]:
-    """Bytes that each connection to a rank has sent."""
-    return {(rail.local, rail.remote, rail.number): rail.sent for rail in comm.rails() if rail.rank == other}
-
-
-def _losses(comm: Communicator, other: int) -> int:
-    """How many connections to a rank were lost."""
-    rank = context(comm).ranks[other]
-    return sum(path.losses for path in network(comm).paths() if path.rank == rank)
-
-
-def _by_scheme(comm: Communicator, other: int) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for rail in comm.rails():
-        if rail.rank == other:
-            found[rail.scheme] = found.get(rail.scheme, 0) + rail.sent
-    return found
-
-
-def _name(ends: Ends) -> str:
-    local, remote, number = ends
-    return f"{local} to {remote}, number {number}"
 
 
 def _needs(job: Job) -> str:
