@@ -30,7 +30,7 @@ from xvcomm.testing.hosts import Hosts
 
 RANK = Path(__file__).with_name("faults_rank.py")
 SIDES = (0, 1, 0, 1)
-RUNS = 5
+RUNS = 3
 PEER_TIMEOUT = 2.0
 """`XVCOMM_PEER_TIMEOUT` where a host goes; else its default."""
 PAUSE = 0.3
