@@ -129,7 +129,7 @@ class HostCollective(Collective, SupportsPartialSums):
         self._spins = int(config.spin_us * 500)
         self._pieces = np.zeros(1, np.int64)
         self._accumulator = np.empty(BLOCK * 16, np.uint8)
-        self._room = np.empty(0, np.uint8)
+        self._room = direct.room(ranks)
         self.access = processes.Access()
         self.tunings: dict[tuple[Mode, int], Any] = {}
         processes.introduce(self.member(me).process, self.access, bool(config.process_memory))
@@ -282,8 +282,6 @@ class HostCollective(Collective, SupportsPartialSums):
         nbytes = count * dtype.itemsize
         if nbytes < direct.LEAST or self._ranks == 1:
             return self._reduction(kernels.reduce, table, mode, root, count, dtype, op, rounds=rounds)
-        if not self._room.size:
-            self._room = direct.room(self._ranks)
         tuning = self.tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
         return self._reduction(
             direct.reduce_either, table, mode, root, count, dtype, op, rounds=rounds,
