@@ -1,6 +1,8 @@
 """Which frames of an interrupt's traceback are kept."""
 
 import signal
+import subprocess
+import sys
 import traceback
 from functools import partial
 
@@ -79,6 +81,25 @@ def test_other_signals_are_delayed_too():
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_what_else_is_set_of_a_signal_stays():
+    """faulthandler's handler in C still comes before Python's."""
+    script = """if True:
+        import faulthandler, signal
+        from xvcomm.system.interrupts import held_back
+
+        came = []
+        signal.signal(signal.SIGUSR2, lambda *_: came.append("by Python"))
+        faulthandler.register(signal.SIGUSR2, chain=True)
+        with held_back():
+            signal.raise_signal(signal.SIGUSR2)
+            assert not came
+        signal.raise_signal(signal.SIGUSR2)
+        assert len(came) == 2, came
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr.count("most recent call first") == 2, done.stderr
 
 
 def test_an_interrupt_that_is_ignored_stays_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import sys
 import sysconfig
@@ -15,6 +16,8 @@ from types import FrameType, TracebackType
 _HERE = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_sigaction = ctypes.CDLL(None).sigaction
+_ACTION_BYTES = 256  # more than any `struct sigaction`
 _SIGNALS: list[int] = sorted(signal.valid_signals())
 Handler = Callable[[int, FrameType | None], object]
 _installed = False
@@ -35,13 +38,22 @@ def held_back() -> Iterator[None]:
     arrived: dict[int, FrameType | None] = {}
     try:
         for number in handlers:
-            signal.signal(number, arrived.setdefault)
+            _replace(number, arrived.setdefault)
         yield
     finally:
         with contextlib.ExitStack() as last:  # makes each call, also after one that raises
             last.callback(_deliver, handlers, arrived)
             for number, handler in handlers.items():
-                last.callback(signal.signal, number, handler)
+                last.callback(_replace, number, handler)
+
+
+def _replace(number: int, handler: Handler) -> None:
+    """Replace a signal's handler in Python, and nothing else: not its flags, nor a handler in C that calls Python's next."""
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    known = _sigaction(number, None, action) == 0
+    signal.signal(number, handler)
+    if known:
+        _sigaction(number, action, None)
 
 
 def _deliver(handlers: Mapping[int, Handler], arrived: Mapping[int, FrameType | None]) -> None:
