@@ -92,6 +92,19 @@ def test_rows_of_closed_communicators_are_free_again() -> None:
     assert len(counters.read()) == 100
 
 
+def test_operations_that_end_after_others_gave_their_rows_back() -> None:
+    """Their rows are looked for behind those, and must be found by what reads them."""
+    made, counters, _ = recorder(16_384)
+    numbers = []
+    for peer in range(1500):
+        made.end(begin(made, 2, RECV, peer))
+        numbers.append(begin(made, 1, RECV, peer))
+    counters.take([2])
+    made.end_all(numbers)
+    found = [count for count in counters.read() if count.communicator == 1]
+    assert sum(count.begun for count in found) == sum(sum(count.lengths) for count in found) == 1500
+
+
 def test_counting_begins_and_ends() -> None:
     made, counters, _ = recorder()
     number = begin(made, 1, ALL_REDUCE)

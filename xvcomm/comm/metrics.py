@@ -32,8 +32,8 @@ _LARGE = 1 << 40
 """Bytes of the collectives whose way is told: short arrays may go another one, and the counts do not tell them apart."""
 _NAMED, OTHERS = 64, "others"
 """How many communicators have series of operations of their own; the name of the series of all others together."""
-_PENDING = 64
-"""Closed communicators whose counts are added up without a request."""
+_PENDING, _ENDING_SECONDS = 64, 10.0
+"""Closed communicators whose counts are added up without a request, and how long their operations may still be ending."""
 _MINE = ("rank", "host", "job")
 _OPERATION = (*_MINE, "communicator", "op", "way")
 _PATH = (*_MINE, "peer", "scheme", "local", "remote", "number")
@@ -55,7 +55,7 @@ class Metrics:
         self._named: set[str] = set()
         self._names: dict[int, str] = {}
         self._ways: dict[int, list[str]] = {}
-        self._closed: deque[int] = deque()
+        self._closed: deque[tuple[int, float]] = deque()  # with the time by which all operations have ended
         self._ended: dict[tuple[str, ...], Count] = {}
         self._carried: Counter[tuple[str, ...]] = Counter()
         self._collecting = threading.Lock()
@@ -74,7 +74,7 @@ class Metrics:
 
     def _forget(self, ident: int) -> None:
         if self._open.pop(ident, None) is not None:
-            self._closed.append(ident)
+            self._closed.append((ident, time.monotonic() + _ENDING_SECONDS))
         if len(self._closed) > _PENDING and self._collecting.acquire(blocking=False):  # a request does it else
             try:
                 self._add_up()
@@ -83,7 +83,10 @@ class Metrics:
 
     def _add_up(self) -> None:
         """Keep the counts of communicators that are closed by their labels, and nothing else of them."""
-        closed = {self._closed.popleft() for _ in range(len(self._closed))} - self._open.keys()
+        now, closed = time.monotonic(), set[int]()
+        while self._closed and self._closed[0][1] < now:
+            closed.add(self._closed.popleft()[0])
+        closed -= self._open.keys()
         for count in self._counters.take(closed):
             labels = self._labels(count)
             self._ended[labels] = _sum([self._ended[labels], count]) if labels in self._ended else count
@@ -153,20 +156,25 @@ class Metrics:
         oldest = GaugeMetricFamily(
             "xvcomm_oldest_operation_seconds", "For how long the oldest of them has been under way.", labels=labels
         )
-        aborted = GaugeMetricFamily("xvcomm_aborted", "1: the communicator was aborted.", labels=labels)
+        aborted = GaugeMetricFamily(
+            "xvcomm_aborted", "1: the communicator was aborted; of others, how many were.", labels=labels
+        )
         rings = GaugeMetricFamily(
             "xvcomm_ring_bytes", "Memory of the communicator's rings on this rank, in host memory or a GPU's.",
             labels=(*labels, "memory"),
         )  # fmt: skip
         under_way = [record for record in self._session.journal.recorder.history() if record.state == POSTED]
         now = time.time_ns()
+        named: defaultdict[str, dict[int, Context]] = defaultdict(dict)
         for ident, context in list(self._open.items()):
-            begun = [record.posted for record in under_way if record.communicator == ident]
-            mine = (*self._mine, context.path)
+            named[self._names[ident]][ident] = context
+        for name, contexts in named.items():
+            begun = [record.posted for record in under_way if record.communicator in contexts]
+            mine = (*self._mine, name)
             running.add_metric(mine, len(begun))
             oldest.add_metric(mine, (now - min(begun, default=now)) / 1e9)
-            aborted.add_metric(mine, int(context.lifecycle.aborted()))
-            layouts = [end.layout for end in context.rings.ends()]
+            aborted.add_metric(mine, sum(context.lifecycle.aborted() for context in contexts.values()))
+            layouts = [end.layout for context in contexts.values() for end in context.rings.ends()]
             rings.add_metric((*mine, "host"), sum(layout.size for layout in layouts))
             rings.add_metric((*mine, "gpu"), sum(layout.capacity for layout in layouts if layout.apart))
         refused = CounterMetricFamily(

@@ -108,10 +108,10 @@ class Counters:
 
     def read(self) -> list[Count]:
         """All that has been counted; operations of other threads may be counted in parts."""
-        return self._of(np.flatnonzero(self._table["begun"]))
+        return self._of(np.flatnonzero((self._table["key"] != 0) | (self._table["begun"] != 0)))
 
     def take(self, communicators: Collection[int]) -> list[Count]:
-        """What has been counted of communicators that are closed; their rows are free afterwards."""
+        """What has been counted of communicators on which no operation is under way; their rows are free afterwards."""
         keys = self._table["key"][:_ROWS]
         numbers = np.flatnonzero((keys != 0) & np.isin(keys >> (_PEER_BITS + _OP_BITS), list(communicators)))
         found = self._of(numbers)
