@@ -64,6 +64,8 @@ _RECORD = np.dtype([(name, "i8") for name in WORDS] + [("call_site", f"S{CALL_SI
 _Writer, _writer_at = python_type(_WRITER), compiled_at(_WRITER)
 _header_at, _record_at = compiled_at(_HEADER), compiled_at(_RECORD)
 
+_SCANNED = 8192
+"""Newest records among which an answer looks for those that have not ended: it keeps a rail from its work meanwhile."""
 _TAKE_STACK, _STACK = int(Topic.TAKE_STACK), int(Topic.STACK)
 _OF_RECORDS, _OF_GROUPS = int(Topic.RECORDS), int(Topic.GROUPS)
 
@@ -155,7 +157,8 @@ def extent(handle, topic, index, count):  # type: ignore[no-untyped-def]
     region = _region(writer, index)
     written = load_acquire(address_of(_header_at(region), "written"))
     first = number = max(0, written - min(count, writer.capacity))
-    while number > max(0, written - writer.capacity) and count > 0:
+    oldest = max(0, written - min(_SCANNED, writer.capacity))
+    while number > oldest and count > 0:
         number -= 1
         if _record_at(region + RECORDS_AT, number % writer.capacity).state == POSTED:
             first, count = number, count - 1
