@@ -106,7 +106,7 @@ class Explaining:
         """Let threads do what is due: answer a request of another process of the host, if none is being answered; for dumps,
         compare clocks, which cannot be done any more when rank 0's host is lost.
         """
-        if self._config.trace_dir and self._recorders.compares and self._comparison.expired():
+        if self._config.trace_dir and self._comparison.expired() and self._recorders.compares:
             self._pause = min(4 * self._pause, _COMPARE_SECONDS)
             self._comparison = Deadline.after(self._pause)
             self._comparing = Daemon("xvcomm-clocks", self._recorders.compare_clocks)

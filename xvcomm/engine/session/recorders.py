@@ -35,9 +35,6 @@ class Recorders:
         joined: what each rank has told of itself.
         rank, neighbours: this rank, and the ranks of this host.
         ending: how a rank has ended, in words; empty if it is not known to have.
-
-    Attributes:
-        compares: whether this rank is the one of its host to `compare_clocks` now and then.
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class Recorders:
         self._reach, self._ending = reach, ending
         self._silent: dict[int, Deadline] = {}
         self._clocks = Clocks()
-        self.compares = 0 < rank == min(neighbours)
         self._infos = tuple(there.info for there in joined)
         self._hosts: defaultdict[str, list[int]] = defaultdict(list)
         for there in joined:
@@ -99,6 +95,16 @@ class Recorders:
         """A rank's state by the clock of rank 0, by which dumps of all hosts are."""
         self.compare_clocks()
         return self.alone(rank, msgspec.structs.replace(state, ahead=-self._journal.clock()))
+
+    @property
+    def compares(self) -> bool:
+        """Whether this rank is the one of its host to `compare_clocks` now and then: the first that lives, on another host than
+        rank 0.
+        """
+        living = (
+            r for r in sorted(self._neighbours) if r == self._rank or not (self._ending(r) or self._journal.left(r))
+        )
+        return 0 not in self._neighbours and next(living) == self._rank
 
     def compare_clocks(self) -> None:
         """Measure for this host how far the clock of rank 0's host is ahead, by two of its ranks at a time, until any answers:
