@@ -64,3 +64,21 @@ def excluded_first(comm, timeout):
 def test_the_lowest_rank_is_excluded(timeout):
     with World(hosts="a,b,c") as world:
         world.run(excluded_first, timeout)
+
+
+def excluded_by_one(comm):
+    """The ranks that go on do not name the same."""
+    group = comm.split(0)
+    told = (
+        "leaves out this rank"
+        if comm.rank == 0
+        else r"exclude different ranks: .*rank 1 none, rank 2 \[0\]; all that go on"
+    )
+    with pytest.raises(DeadlineExceeded, match=told):
+        group.shrink(2, exclude=[0] if comm.rank == 2 else [])
+    comm.barrier()
+
+
+def test_ranks_exclude_different_ranks():
+    with World(hosts="a,b,c") as world:
+        world.run(excluded_by_one)

@@ -134,7 +134,7 @@ class _Round:
         self._first = PrefixStore(first, session.store)
         self._session, self._place, self._ranks, self._grows = session, PrefixStore(place, session.store), ranks, grows
         self._deadline, self._begun = deadline, time.monotonic()
-        self._gone, self._excluded = set(excluded), tuple(excluded)
+        self._gone, self._excluded = set(excluded), tuple(sorted(excluded))
         self._departed = set[int]()
         self._doubting = -1
 
@@ -228,7 +228,7 @@ class _Round:
         """The decision once this rank's deadline has passed: the first rank for which it has finds out who is missing.
 
         Raises:
-            DeadlineExceeded: others leave this rank out, and have longer to agree.
+            DeadlineExceeded: others leave this rank out, and have longer to agree; or they leave out other ranks than this one.
         """
         settling, own = Deadline.after(_DISCORD_SECONDS), self._session.rank
         missing = self._missing(left)
@@ -239,6 +239,12 @@ class _Round:
                 "of the outcome, or end this process",
                 rank=own,
                 peer=by,
+            )
+        named = {own: self._excluded} | {rank: arrival.excluded for rank, arrival in came.items()}
+        if len(set(named.values())) > 1:
+            each = ", ".join(f"rank {rank} {list(ranks) or 'none'}" for rank, ranks in sorted(named.items()))
+            raise DeadlineExceeded(
+                f"the ranks of the job exclude different ranks: {each}; all that go on must name the same", rank=own
             )
         if self._place.add("given up", 1, settling) > 1:
             with contextlib.suppress(NotSet):
