@@ -18,6 +18,8 @@ NIC, HOST = "nic", "host"
 """Where a half of a ring lies: in GPU memory that RDMA devices reach, or in host memory."""
 
 _REMEDY = "follow docs/rdma.md, from `xvcomm doctor` on; XVCOMM_RDMA=0 turns RDMA off until it is right"
+_LEAST_PART = 0.9
+"""Of the bytes, which must go over the rails that are meant: frames and short messages may go over others."""
 _LOST = "docs/rdma.md explains the warning, under 'While a job runs'; look at cable, switch and dmesg of both hosts"
 _NOT_DIRECT = "docs/rdma.md explains the reasons, under 'Of GPU memory'; XVCOMM_DEVICE=host certifies RDMA without GPUs"
 _WARNED = "docs/rdma.md explains it, under 'What the texts mean'"
@@ -76,7 +78,7 @@ class DevicePair:
         name = f"{self.source} to {self.target}"
         if self.wrong:
             yield Finding(f"{name}: {self.wrong} of {self.compared} messages wrong", _REMEDY)
-        if self.carried <= 0.5:
+        if self.carried < _LEAST_PART:
             yield Finding(f"{name}: only {self.carried:.0%} of the bytes went over their rails", _REMEDY)
         if self.trouble:
             yield Finding(f"{name}: no plain WRITEs: {self.trouble}", _REMEDY)
@@ -113,7 +115,7 @@ class Direction:
             yield Finding(f"{name}: no rail of RDMA has come up{why}", _REMEDY)
         if self.wrong or not self.compared:
             yield Finding(f"{name}: {self.wrong} of {self.compared} messages wrong", _REMEDY)
-        if self.rails and self.by_rdma <= 0.5:
+        if self.rails and self.by_rdma < _LEAST_PART:
             yield Finding(f"{name}: only {self.by_rdma:.0%} of the bytes went by RDMA", _REMEDY)
         for ends, times in self.lost.items():
             often = f", {times} times" if times > 1 else ""
