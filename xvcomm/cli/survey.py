@@ -49,7 +49,7 @@ def _used(config: Config, env: Mapping[str, str], device: Device, nics: Sequence
         return []
     with contextlib.closing(cards):
         if (given := affinity.assigned(config.affinity, device.bus(), config.host or socket.gethostname())) is not None:
-            return [nic.rdma for nic in nics if nic.rdma in given]
+            return list(dict.fromkeys(nic.rdma for nic in nics if nic.rdma in given))
         return [grades.device for grades in cards.grades] if cards.has_direct else []
 
 
