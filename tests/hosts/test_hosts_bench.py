@@ -36,7 +36,7 @@ def test_quick(two_hosts, tmp_path):
 
 
 def test_quick_losses(two_hosts, tmp_path):
-    """Losses are noticed after they occur, a host's after its timeout; the error of a hang comes after the deadline."""
+    """Losses are noticed after they occur, a host's when it was silent for most of its timeout."""
     command = (sys.executable, BENCHMARKS / "faults.py", "--quick", "--out", tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,6 +46,6 @@ def test_quick_losses(two_hosts, tmp_path):
         (notice,), (shrink,), (everything,) = figures["notice"], figures["shrink"], figures["all"]
         assert shrink > 0 and everything > notice
     assert second["notice"][0] > 0 and second["all"][0] > 0.3
-    assert cut["all"][0] > -2 and stopped["verdict"][0] > 0
+    assert cut["notice"][0] > -1 and stopped["verdict"][0] > 0
     text = (tmp_path / "faults.md").read_text()
     assert len(report["bars"]) == 3 and all(bar["what"] in text for bar in report["bars"])

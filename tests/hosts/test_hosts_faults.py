@@ -411,7 +411,8 @@ def shrink_buffers(hosts):
     """Let all sockets of these hosts take little at a time."""
     for side in range(2):
         for name in ("rmem", "wmem"):
-            hosts.begin(side, "sysctl", "-w", f"net.ipv4.tcp_{name}=4096 4608 8192").communicate()
+            setting = hosts.begin(side, "sysctl", "-w", f"net.ipv4.tcp_{name}=4096 4608 8192")
+            assert setting.wait(30) == 0, setting.stdout.read()
 
 
 def test_full_buffers(two_hosts):

@@ -62,7 +62,7 @@ def test_shrink(two_hosts, where, request_number, when):
 def test_grow(two_hosts, where, request_number, when):
     """Of the host without the store, the rank that was about to come back may be left out.
 
-    Where it knows that all have made the grown job, and the other rank of its host has not heard of it, they do not meet.
+    Such a rank may know that all have made the grown job while the other rank of its host does not: then each ends with an error.
     """
     arguments = "grow", where, request_number, when
     processes = two_hosts.await_begun(begin(two_hosts, *arguments))

@@ -130,13 +130,16 @@ class Hosts:
         """Wait until the kernel carries packets over all links: on a busy machine it drops them for seconds before."""
         waiting = {self.interface(side, link) for side in range(2) for link in range(links)}
         end = time.monotonic() + _LINK_SECONDS
-        while waiting:
+        while True:
             for side in range(2):
                 for link in json.loads(self.ip(side, "-j", "link", "show")):
                     if link["operstate"] in _CARRYING and "LOWER_UP" in link["flags"]:
                         waiting.discard(link["ifname"])
-            if waiting and time.monotonic() > end:
+            if not waiting:
+                return
+            if time.monotonic() > end:
                 raise OSError(f"{', '.join(sorted(waiting))} did not come up within {_LINK_SECONDS:.0f} s")
+            time.sleep(0.01)
 
     def make_interfaces(self, link: int) -> None:
         """Make the two interfaces of a link, one on each host; a subclass may join the hosts otherwise.
