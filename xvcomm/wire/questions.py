@@ -23,11 +23,12 @@ class Questions:
         self._carrier = carrier
         self._numbers = itertools.count(1)
         self._links: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._waiting: dict[int, queue.SimpleQueue[Any]] = {}
+        # Not `SimpleQueue`, of which CPython's `get` may wait without end where a signal interrupts it near its timeout.
+        self._waiting: dict[int, queue.Queue[Any]] = {}
 
     def ask(self, links: Sequence[int], question: Question, deadline: Deadline) -> dict[int, Answer]:
         """Ask the processes at the other ends of links, all at once; gives the answers that come in time."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answers: queue.Queue[Any] = queue.Queue()
         asked, begun, found = dict[int, int](), dict[int, int](), dict[int, Answer]()
         with contextlib.ExitStack() as steps:
             for link in sorted(links):  # threads that ask several at once do not wait for each other
