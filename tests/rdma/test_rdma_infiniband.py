@@ -53,7 +53,7 @@ class SubnetHosts(Hosts):
         self.library = Library(fabric, [end for each in ends for end in each])
         patch.setattr(pairs, "libibverbs", lambda: self.library)
         patch.setattr(pairs, "Domain", lambda name: SubnetDomain(self.library, name))
-        patch.setattr(module.sysfs, "ports", lambda name: (self.library.ends[name].port(),))
+        patch.setattr(module.sysfs, "ports", lambda name, *_: (self.library.ends[name].port(),))
         patch.setattr(gids.sysfs, "partition_keys", lambda name, *_: dict(enumerate(self.library.ends[name].keys)))
         patch.setattr(module, "locked", list)
         patch.setattr(module, "Events", lambda name, context: self._domain(name).events.events())

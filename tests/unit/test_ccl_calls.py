@@ -83,7 +83,7 @@ def _fail(error: BaseException, operation: Operation) -> None:
 def _nobody() -> Any:
     """A recorder that keeps no records."""
     words = (ctypes.c_int64 * 3)()
-    return SimpleNamespace(words=words, handle=ctypes.addressof(words))
+    return SimpleNamespace(words=words, handle=ctypes.addressof(words), newest_at=lambda communicator: 0)
 
 
 @pytest.fixture
