@@ -172,6 +172,25 @@ def test_what_gathers_while_the_store_is_slow_goes_out_at_once() -> None:
     assert [(rank, left, len(news)) for rank, left, _, news in store.posted] == [(0, False, 1), (0, True, 100)]
 
 
+class BusyStore(SlowStore):
+    """A store that cannot be reached for the first two posts."""
+
+    def post(self, notice: bytes, deadline: Deadline) -> None:
+        self.posted.append(msgspec.msgpack.decode(notice))
+        if len(self.posted) < 3:
+            raise StoreError("no descriptor is free")
+
+
+def test_news_that_could_not_be_posted_go_out_before_the_rank_leaves() -> None:
+    store = BusyStore()
+    elsewhere = rank_0(store)
+    elsewhere.post(Stop("0", 1, "why"))
+    elsewhere.flush()
+    assert [(left, len(news)) for _, left, _, news in store.posted] == [(False, 1)] * 3
+    elsewhere.close()
+    assert store.posted[-1] == [0, True, False, []]
+
+
 def test_news_of_a_communicator_is_no_death() -> None:
     """Ranks of other hosts are lost only by a notice that tells nothing else."""
     store, heard = SlowStore(), SimpleQueue[Any]()

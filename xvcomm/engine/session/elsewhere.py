@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
@@ -17,10 +18,10 @@ from xvcomm.abc.transport import Transport
 from xvcomm.errors import StoreError, XvcommError
 from xvcomm.system import heartbeat
 from xvcomm.system.threads import Daemon
-from xvcomm.types.deadline import Deadline
+from xvcomm.types.deadline import Deadline, poll
 
 _WHY = "its process has ended: its connection to the job's store is closed"
-_POST_SECONDS, _AGAIN_SECONDS, _TRIES = 2.0, 0.5, 10
+_POST_SECONDS, _SOON_SECONDS, _AGAIN_SECONDS, _TRIES, _FLUSH_SECONDS = 2.0, 0.025, 0.5, 10, 1.5
 _PLACE = "deaths"
 
 
@@ -116,7 +117,8 @@ class Elsewhere:
         self._begin = partial(store.notices, _PLACE, died, silent, self._patience, deadline)
         self._begun: Future[Notices | None] = Future()
         self._met = threading.Event()
-        self._outbox: SimpleQueue[Stop | Departure | _End] = SimpleQueue()
+        self._news = deque[Stop | Departure]()  # that are not posted
+        self._outbox: SimpleQueue[_End | None] = SimpleQueue()  # None: there are news
         self._threads = [Daemon("xvcomm-elsewhere", self._follow), Daemon("xvcomm-announcer", self._announce)]
         for thread in self._threads:
             thread.start()
@@ -144,7 +146,13 @@ class Elsewhere:
 
     def post(self, news: Stop | Departure) -> None:
         """Tell the ranks of all other hosts that this one has stopped or closed a communicator. Does not wait for the store."""
-        self._outbox.put(news)
+        self._news.append(news)
+        self._outbox.put(None)
+
+    def flush(self) -> None:
+        """Wait until all news are posted, but not for long. Others learn of them before this rank leaves."""
+        if self._met.is_set():
+            poll(lambda: not (self._news and self._threads[0].is_alive()) or None, Deadline.after(_FLUSH_SECONDS))
 
     def look(self) -> None:
         """Try another host if the store's does not answer; call it regularly. Never blocks."""
@@ -169,33 +177,33 @@ class Elsewhere:
         if not self._over:
             with contextlib.suppress(XvcommError):
                 self._transport(self._tried).meet(self._tried)
-        unsent, failed = list[Stop | Departure](), 0
-        end: _End | None = None
+        failed, end = 0, None
         while end is None:
-            news, end = self._gathered(_AGAIN_SECONDS if unsent and failed < _TRIES else None)
-            unsent += news
-            if unsent or (end is not None and end.leaves):
-                notice = _Notice(self._rank, left=end is not None and end.leaves, news=tuple(unsent))
+            again = min(_SOON_SECONDS * 2**failed, _AGAIN_SECONDS)
+            end = self._next(again if self._news and failed < _TRIES else None)
+            news, leaves = tuple(self._news), end is not None and end.leaves
+            if news or leaves:
+                notice = _Notice(self._rank, left=leaves, news=news)
                 failed += 1
                 with contextlib.suppress(XvcommError):
                     notices.post(msgspec.msgpack.encode(notice), Deadline.after(_POST_SECONDS))
-                    unsent, failed = [], 0  # else it may have gone out nevertheless: to hear it twice is harmless
+                    failed = 0  # else it may have gone out nevertheless: to hear it twice is harmless
+                    for _ in news:
+                        self._news.popleft()
 
-    def _gathered(self, seconds: float | None) -> tuple[list[Stop | Departure], _End | None]:
-        """All that is to be posted: a slow store gets few notices, and a rank that leaves waits for two at most.
+    def _next(self, seconds: float | None) -> _End | None:
+        """Wait for news, or for the end, which is given. All that has come is posted together: a slow store gets few notices.
 
         Args:
-            seconds: to wait for the first; without end if None.
+            seconds: to wait at most; without end if None.
         """
-        news: list[Stop | Departure] = []
         try:
             item = self._outbox.get(timeout=seconds)
-            while not isinstance(item, _End):
-                news.append(item)
+            while item is None:
                 item = self._outbox.get_nowait()
         except Empty:
-            return news, None
-        return news, item
+            return None
+        return item
 
     def _follow(self) -> None:
         try:

@@ -148,6 +148,7 @@ class Session:
         leaving = self._cleanup.enter_context(contextlib.ExitStack())  # entered first, so after what was sent has come
         for transport in self.transports:
             self._cleanup.callback(transport.close)
+        self._cleanup.callback(self._flush_elsewhere)  # before transports tell that this rank leaves
         try:
             with self.telling(following), limits.told("join the job"):
                 self._join_transports()
@@ -227,6 +228,10 @@ class Session:
         self.join_requests.close()
         if self._elsewhere is not None:
             self._elsewhere.abandon(served=self.journal.left(self.succession.suspect))
+
+    def _flush_elsewhere(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.flush()
 
     def _leave_elsewhere(self) -> None:
         if self._elsewhere is not None:
