@@ -33,7 +33,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("waiting", [0, 4], ids=["out of file descriptors", "its queue is full, too"])
 def test_a_store_that_takes_no_more_connections(waiting: int) -> None:
-    """Who has a connection goes on; who needs another one, or the first one, learns of it at the deadline."""
+    """A rank that has a connection goes on; one that needs another, or its first one, gets an error at its deadline."""
     with contextlib.ExitStack() as steps:
         serving = subprocess.Popen([sys.executable, "-c", FULL], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         steps.enter_context(serving)
