@@ -267,7 +267,7 @@ def test_a_completion_queue_that_overflows_is_reported(other_host: Any, connect:
             if select.select([events.fd], [], [], 1)[0]:
                 found += events.take()
         event = next(event for event in found if event.name == "CQ_ERR")
-        assert (event.device, event.loss) == ("rxe0", True)
+        assert event.loss
         assert "less room than its queue pairs" in str(event)
     other_host.swap()
 
