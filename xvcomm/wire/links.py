@@ -89,7 +89,7 @@ class Link:
         self._received = 0
         self._search = Search(())
         self._trouble = ""
-        self._shaking: set[socket.socket] = set()  # connections whose handshake has not ended
+        self._handshaking: set[socket.socket] = set()  # connections whose handshake has not ended
         self._stir = asyncio.Event()
         self._hurries = False  # whether to try all routes at once, since any answer of the host will do
 
@@ -158,7 +158,7 @@ class Link:
         own, before, used = self._own, self._seen, False
         connection = await connect(route)
         self._seen = self._accepted = time.monotonic()  # its host answers, however long its process is busy
-        self._shaking.add(connection)
+        self._handshaking.add(connection)
         try:
             heartbeat.begin(connection, own.timeout)
             async with asyncio.timeout(handshake.SECONDS):
@@ -172,7 +172,7 @@ class Link:
             self._seen = before
             raise
         finally:
-            self._shaking.discard(connection)
+            self._handshaking.discard(connection)
             if not used:
                 connection.close()
 
@@ -235,7 +235,7 @@ class Link:
             return
         self._troubles.excuse()
         search, timeout, now = self._search, self._own.timeout, time.monotonic()
-        self._seen = max(self._seen, *(now - heartbeat.silence(connection) for connection in self._shaking), -math.inf)
+        self._seen = max([self._seen, *(now - heartbeat.silence(connection) for connection in self._handshaking)])
         if search.ended() and now - self._seen > _NOTICE_SECONDS:
             why = f"nothing listens any more where it did ({told(search.failures)})"
         elif now - self._seen > timeout and search.waited():

@@ -150,7 +150,7 @@ class Elsewhere:
         self._outbox.put(None)
 
     def flush(self) -> None:
-        """Wait until all news are posted, but not for long. Others learn of them before this rank leaves."""
+        """Wait until all news are posted; not for long, and no longer once the store has ended."""
         if self._met.is_set():
             poll(lambda: not (self._news and self._threads[0].is_alive()) or None, Deadline.after(_FLUSH_SECONDS))
 

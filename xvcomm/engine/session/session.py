@@ -377,7 +377,7 @@ class Session:
         return rank in self.supervision.lost or self.journal.left(rank)
 
     def _gone_by_now(self, rank: int) -> bool:
-        """The same, also if the watchdog has not reported it yet, or will not, since the session ends."""
+        """As `gone`, also if the watchdog has not reported it yet, or will not, since the session ends."""
         return self.gone(rank) or not self._presence.held(self._joined[rank].byte)
 
     def last_words(self, rank: int) -> str:
