@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from xvcomm.types.route import Ends, Route
 from xvcomm.wire import handshake
 
-_CONNECT_SECONDS = 2.0
-"""How long a host may take to accept a connection."""
+_CONNECT_SECONDS = 1.4
+"""How long a host may take to accept a connection: the kernel asks a second time after one second."""
 GRACE_SECONDS = 3.0
 """How long nothing is said of an interface whose rail was lost."""
 REMEDY = "let the hosts reach each other there (firewall, routes; XVCOMM_PORTS), or choose interfaces by XVCOMM_NICS"

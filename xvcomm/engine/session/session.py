@@ -91,7 +91,7 @@ class Session:
         self.at_close = self._cleanup.callback
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
         spare = spare_ports(config) if size > 1 else ()
-        self.succession = Succession(self.store, rank, spare, self.gone, self._stricken)
+        self.succession = Succession(self.store, rank, spare, self.gone, self._stricken, self._lose_silent)
         self._cleanup.callback(self.succession.close)
         self._cleanup.callback(self.store.close)
         self.numbers = tuple(range(size)) if grown is None else grown.numbers
@@ -401,6 +401,11 @@ class Session:
             else:  # the silence of a whole host has been waited for already
                 silence = self.config.peer_timeout if self._stricken(rank) else 0.0
                 self._reach.transport(rank).doubt(rank, silence)
+
+    def _lose_silent(self, rank: int) -> None:
+        """A rank's host has not answered there where it would serve the store."""
+        if rank not in self.neighbours and not self._reach.transport(rank).answers(rank):
+            self._lose_elsewhere(rank, "its host does not answer, as other ranks of it do not")
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""
