@@ -146,10 +146,21 @@ class Builder:
         counts: tuple[int, ...] = (),
         recv_counts: tuple[int, ...] = (),
         root: int = -1,
+        kept: Span | None = None,
     ) -> None:
-        """Call the island's native library; `root` is an index in the island."""
+        """Call the island's native library.
+
+        Args:
+            root: index in the island.
+            kept: a part of `dst` that keeps its contents if IN and OUT coincide, and is read on the native lane only.
+        """
         fields = {"op": op, "src": src, "dst": dst, "counts": counts, "recv_counts": recv_counts, "root": root}
-        self._append(Native, Lane.NATIVE, (src,), (dst,), **fields)
+        written = (
+            (dst,)
+            if kept is None
+            else (Span(dst.buf, dst.start, kept.start - dst.start), Span(dst.buf, kept.stop, dst.stop - kept.stop))
+        )
+        self._append(Native, Lane.NATIVE, (src,), written, **fields)
 
     def put(self, peer: int, src: Span) -> None:
         """Send `src` to `peer`."""
