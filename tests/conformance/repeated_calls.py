@@ -219,7 +219,7 @@ def check_forms_repeated(comm: Communicator, count: int) -> None:
 
     Args:
         comm: the communicator.
-        count: elements of all ranks' blocks together; divisible by their number, and few enough for an empty ring.
+        count: elements of all ranks' blocks together; divisible by their number.
     """
     a, islands = arrays(comm), [island.size for island in comm.topology.islands]
     block = count // comm.size

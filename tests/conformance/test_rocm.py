@@ -177,6 +177,7 @@ def test_repeated_calls_on_four_ranks(job: Job, name: str) -> None:
     """With islands of several members, compiled code also starts the steps inside them."""
     with job(name) as ranks:
         ranks.run(repeated_calls.check_forms_repeated, 480)
+        ranks.run(repeated_calls.check_forms_repeated, 240_000)  # more than a ring holds
         ranks.run(repeated_calls.check_uneven_repeated)
         ranks.run(graphs.check_graph_of_few)
 

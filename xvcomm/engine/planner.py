@@ -13,7 +13,7 @@ from xvcomm.engine.session.rings import at_once
 from xvcomm.schedule import build
 from xvcomm.schedule.describe import lines
 from xvcomm.schedule.runs import runs
-from xvcomm.schedule.steps import Collective, Exchange, Lane, Put, Request, Schedule, Step
+from xvcomm.schedule.steps import Collective, Exchange, Get, GetReduce, Lane, Put, Request, Schedule, Step
 from xvcomm.schedule.tuning import Tuning, tune
 from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology
@@ -29,6 +29,7 @@ class Plan:
         nbytes: size of the whole array.
         segment, exchange: how it is carried out; see `schedule.build`.
         runs: of one segment the same, messages that may start together as one.
+        together: whether all its messages may start together.
         messages: the most that one rank is sent.
     """
 
@@ -39,6 +40,7 @@ class Plan:
     exchange: Exchange
     schedule: Schedule
     runs: tuple[tuple[Step, ...], ...]
+    together: bool
     lanes: frozenset[Lane]
     messages: int
 
@@ -94,8 +96,9 @@ class Planner:
         lanes = frozenset(step.lane for step in schedule.steps)
         messages = Counter(step.peer for step in schedule.steps if isinstance(step, Put))
         most = max(messages.values(), default=0)
-        together = runs(schedule.steps) if not segment else ()
-        return Plan(request, self._rank, nbytes, segment, tuning.exchange, schedule, together, lanes, most)
+        order = runs(schedule.steps) if not segment else ()
+        together = sum(isinstance(run[0], Put | Get | GetReduce) for run in order) <= 1
+        return Plan(request, self._rank, nbytes, segment, tuning.exchange, schedule, order, together, lanes, most)
 
     def _tuning(self, op: Collective, nbytes: int) -> Tuning:
         return tune(op, nbytes, self._topology, self._link_bytes, self._at_once, gpus=self._gpus)
