@@ -349,21 +349,6 @@ def test_in_an_all_to_all_no_rank_waits_for_a_peer_that_is_at_another_message(la
         assert received[sent[rank][number]][number] == rank
 
 
-@pytest.mark.parametrize("labels", ["aabb", "abab", "abbb", "abc"])
-def test_equal_blocks_of_an_all_gather_cross_the_border_before_any_native_call(labels: str) -> None:
-    """Each rank sends its own block from the input, and waits for nothing."""
-    topology = Topology.from_labels(labels)
-    request = Request(Collective.ALL_GATHER, 4, counts=(7,) * topology.size)
-    for rank in range(topology.size):
-        steps = build(request, topology, rank).steps
-        messages = {index for index, step in enumerate(steps) if isinstance(step, Put | Get)}
-        assert messages == set(range(len(messages)))
-        sent = [step for step in steps if isinstance(step, Put)]
-        assert sent and all(step.src.buf is Buf.IN and not step.after for step in sent)
-        natives = [step for step in steps if isinstance(step, Native) and step.src.buf is Buf.IN]
-        assert not any(messages & set(step.after) for step in natives)
-
-
 def test_two_islands_add_the_first_island_on_the_left() -> None:
     topology = Topology.from_labels("abba")
     request = Request(Collective.ALL_REDUCE, 4, count=64)
