@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import xvcomm
+from xvcomm.engine.failures import Failures
 from xvcomm.errors import Aborted, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.memory.ring import Reason
 from xvcomm.testing.inside import context
@@ -405,3 +407,27 @@ def test_errors_are_what_the_documentation_says():
     """Each is an XvcommError and the documented built-in exception."""
     assert issubclass(xvcomm.PeerLost, ConnectionError) and issubclass(xvcomm.DeadlineExceeded, TimeoutError)
     assert all(issubclass(c, XvcommError) for c in (xvcomm.Aborted, xvcomm.ClosedError, xvcomm.MismatchError))
+
+
+def closed_by_another_thread(comm):
+    """An operation that a rank's departure ends, while this rank closes the communicator, says that."""
+    group, real = comm.split(0), Failures._pass_on
+    if comm.rank == 0:
+        work = group.irecv(np.zeros(3), 1)
+
+        def close_first(self, word):
+            self._lifecycle.close()
+            real(self, word)
+
+        with mock.patch.object(Failures, "_pass_on", close_first):
+            comm.barrier()
+            with pytest.raises(ClosedError, match="under way"):
+                work.wait()
+    else:
+        comm.barrier()
+        group.close()
+
+
+def test_closed_while_another_rank_leaves():
+    with World(2) as world:
+        world.run(closed_by_another_thread)

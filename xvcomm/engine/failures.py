@@ -38,8 +38,7 @@ class Failures:
         lifecycle, diagnosis = self._lifecycle, self._diagnosis
         stopped = isinstance(error, (RingStopped, CollectiveStopped))
         if stopped and lifecycle.closed and not lifecycle.aborted():
-            what = f"{operation} {_CLOSED_EARLY if lifecycle.closed == CLOSED else lifecycle.closed}"
-            return ClosedError(what, rank=self._rank, op=str(operation.name), seq=operation.sequence)
+            return self._closed_early(operation)
         if known := lifecycle.word():
             lifecycle.abort(known)
         elif isinstance(error, (RingStopped, CollectiveStopped)):
@@ -60,7 +59,15 @@ class Failures:
             lifecycle.abort(Reason.ABORTED.word(self._rank, self._rank), f"{type(error).__name__}: {error}")
             return error
         below = (RingStopped, CollectiveStopped, RingStalled, CollectiveStalled, XvcommError)
-        return error if not isinstance(error, below) else diagnosis.error(lifecycle.word(), operation)
+        if not isinstance(error, below):
+            return error
+        word = lifecycle.word()
+        return diagnosis.error(word, operation) if word else self._closed_early(operation)  # closed by another thread
+
+    def _closed_early(self, operation: Operation) -> ClosedError:
+        closed = self._lifecycle.closed
+        what = f"{operation} {_CLOSED_EARLY if closed == CLOSED else closed}"
+        return ClosedError(what, rank=self._rank, op=str(operation.name), seq=operation.sequence)
 
     def _pass_on(self, word: int) -> None:
         """Tell all that a ring, or the native library, was stopped; they were the first to know why."""
