@@ -26,7 +26,6 @@ from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LAUNCH_REDUCE, LocalCall
 from xvcomm.backends.gpu.messages import LAUNCH, READY
 from xvcomm.backends.gpu.nic_memory import NicPool
 from xvcomm.backends.gpu.peer_memory import PeerPool, reached
-from xvcomm.backends.gpu.pools import EVENTS_AT_ONCE
 from xvcomm.backends.gpu.streams import Engine, GpuStream
 from xvcomm.backends.gpu.vendor import Runtime
 from xvcomm.config import Config
@@ -37,7 +36,6 @@ from xvcomm.types.dtype import DType, ReduceOp
 
 _DEFAULT_STREAM = 0
 _NO_POINTERS = range(3, 4096)
-_EVENTS_OF_OTHERS = 8  # there may be many such streams
 """Numbers that are neither the handle of a special stream nor an address."""
 
 
@@ -164,8 +162,9 @@ class GpuDevice(
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
-        at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
-        found = StreamEvents(self.runtime, self.index, stream.handle, self._kernels.place(), at_once)
+        found = StreamEvents(
+            self.runtime, self.index, self._kernels.place(), self._engine.events_of(cast(GpuStream, stream))
+        )
         return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
 
     def _local(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False) -> EnqueuedCall:

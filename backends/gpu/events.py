@@ -102,15 +102,14 @@ class StreamEvents:
 
     Args:
         place: see `Kernels.place`.
-        at_once: number of events to create when the pool is empty.
+        events: of this stream.
 
     Attributes:
         address: argument of BRANCH, RECORD and FOLLOW.
     """
 
-    def __init__(self, runtime: Runtime, index: int, stream: int, place: tuple[int, int], at_once: int) -> None:
-        self.runtime, self.index = runtime, index
-        self._events = EventPool(runtime, stream, at_once)
+    def __init__(self, runtime: Runtime, index: int, place: tuple[int, int], events: EventPool) -> None:
+        self.runtime, self.index, self._events = runtime, index, events
         self._fork = self._events.take()
         calls = runtime.addresses()
         self._record = _Events(calls.capturing, calls.record, calls.wait, *place, self._fork.handle)

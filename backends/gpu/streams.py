@@ -15,7 +15,7 @@ from xvcomm.abc.device import Stream
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import CAPTURING, ROWS, STATE_BYTES, Kernels, Prepared, Transfer, start
 from xvcomm.backends.gpu.messages import NOBODY, ArmedMessages
-from xvcomm.backends.gpu.pools import Event, EventPool, Memory
+from xvcomm.backends.gpu.pools import EVENTS_AT_ONCE, Event, EventPool, Memory
 from xvcomm.backends.gpu.ring_ports import Port, Shape, Tail, Together, Watcher
 from xvcomm.backends.gpu.room import Room
 from xvcomm.backends.gpu.vendor import Runtime, VendorError
@@ -31,6 +31,7 @@ _LEGACY, _PER_THREAD = 1, 2
 _LEAST_PAUSE, _MOST_PAUSE = 0.00002, 0.0005
 _LEAVE_SECONDS = 5.0
 _KEPT, _SHAPES = 32, 256
+_EVENTS_OF_OTHERS = 8  # there may be many such streams
 
 
 class Engine:
@@ -53,6 +54,7 @@ class Engine:
         self.outside: dict[int, Event] = {}
         self.own: set[int] = set()
         self.room = Room()
+        self._events_of: dict[int, EventPool] = {}
         self._ports: dict[RingEnd, Port] = {}
         self._place = kernels.place()
         self._opening = threading.Lock()
@@ -68,6 +70,11 @@ class Engine:
                 handle = self.runtime.stream()
         self.own.add(handle)
         return GpuStream(self, handle, owned=True)
+
+    def events_of(self, stream: GpuStream) -> EventPool:
+        """Events that compiled code records on a stream, whichever communicator uses it: events are never destroyed."""
+        at_once = EVENTS_AT_ONCE if stream.lasting else _EVENTS_OF_OTHERS
+        return self._events_of.setdefault(stream.handle, EventPool(self.runtime, stream.handle, at_once))
 
     def messages(self, parts: Sequence[tuple[RingEnd, Shape]]) -> ArmedMessages | None:
         """Messages for compiled code, once their rings are pinned; the device is current on the thread."""

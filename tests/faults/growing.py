@@ -13,6 +13,7 @@ from shrinking import BIG, SOON, die, dying_at, own, shrunk, works
 
 import xvcomm
 from xvcomm.errors import PeerLost
+from xvcomm.testing.arrays import arrays
 from xvcomm.testing.signals import await_that
 
 
@@ -43,9 +44,10 @@ def lose(comm, victims):
         comm.barrier()
     if own(comm) in victims:
         threading.Timer(0.05, die).start()
+    a = arrays(comm)
     with pytest.raises(PeerLost):
         while True:
-            comm.all_reduce(np.ones(BIG))
+            a.get(comm.all_reduce(a.put(np.ones(BIG))))
     if own(comm) in victims:
         threading.Event().wait()  # else it could still shrink with the others, and die afterwards
     return shrunk(comm)[0]

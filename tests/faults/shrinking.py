@@ -17,6 +17,7 @@ import numpy as np
 from xvcomm.errors import PeerLost
 from xvcomm.rendezvous.store.file import FileStore
 from xvcomm.rendezvous.store.tcp import TcpStore
+from xvcomm.testing.arrays import arrays
 
 SOON = 60.0
 """Seconds in which a shrink must end on a busy machine; on a quiet one it takes some hundredths."""
@@ -48,19 +49,32 @@ def shrunk(comm, exclude=()):
 
 
 def works(comm, ranks):
-    """Check that a communicator has these ranks of the job, in this order, and that everything of it works."""
+    """Check that a communicator has these ranks of the job, in this order, and that everything of it works, in any memory."""
     assert comm.job_ranks == tuple(ranks) and comm.size == len(ranks) and comm.job_ranks[comm.rank] == own(comm)
+    a = arrays(comm)
     mine = np.full(5, own(comm) + 1.0)
-    assert (comm.all_reduce(mine.copy()) == sum(r + 1 for r in ranks)).all()
+    assert (a.get(comm.all_reduce(a.put(mine))) == sum(r + 1 for r in ranks)).all()
     assert comm.all_gather_object(own(comm)) == list(ranks)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    assert (comm.sendrecv(np.full(BIG, float(own(comm))), after, np.zeros(BIG), before) == ranks[before]).all()
+    large, room = a.put(np.full(BIG, float(own(comm)))), a.put(np.zeros(BIG))
+    assert (a.get(comm.sendrecv(large, after, room, before)) == ranks[before]).all()
     halves, everyone = comm.split(comm.rank % 2), comm.subgroup(range(comm.size), "everyone")
-    assert (halves.all_reduce(np.ones(3)) == halves.size).all()
+    assert (a.get(halves.all_reduce(a.put(np.ones(3)))) == halves.size).all()
     everyone.barrier()
     for each in (halves, everyone):
         each.close()
-    comm.all_reduce(mine.copy(), async_op=True).wait()
+    comm.all_reduce(a.put(mine), async_op=True).synchronize()
+
+
+def outcomes(world, victims, *call):
+    """Results of the ranks that are not victims, which must be dead."""
+    found = world.outcomes(*call)
+    for victim in victims:
+        assert isinstance(found[victim], EOFError), found[victim]
+    left = [outcome for rank, outcome in enumerate(found) if rank not in victims]
+    for outcome in left:
+        assert not isinstance(outcome, BaseException), outcome
+    return left
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from shrinking import BIG, SOON, die, dying_at, own, shrunk, works
+from shrinking import BIG, SOON, die, dying_at, outcomes, own, shrunk, works
 
 from xvcomm.errors import Aborted, ArgumentError, ClosedError, DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.rendezvous.store.tcp import TcpStore
@@ -69,17 +69,6 @@ def survive(comm, name, *victims):
     works(made, [r for r in comm.job_ranks if r not in victims])
     made.close()
     return seconds
-
-
-def outcomes(world, victims, *call):
-    """Results of the ranks that are not victims, which must be dead."""
-    found = world.outcomes(*call)
-    for victim in victims:
-        assert isinstance(found[victim], EOFError), found[victim]
-    left = [outcome for rank, outcome in enumerate(found) if rank not in victims]
-    for outcome in left:
-        assert not isinstance(outcome, BaseException), outcome
-    return left
 
 
 @pytest.mark.parametrize("name", ["idle", "all_reduce", "barrier", "send", "recv", "asynchronous"])

@@ -16,8 +16,8 @@ from xvcomm.testing import World
 from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.types.topology import parse_islands
 
-# For checks that tests/conformance has for the ROCm backend, here and on the ranks.
-sys.path.append(str(Path(__file__).parent.parent / "conformance"))
+# For checks that these have for the ROCm backend, here and on the ranks.
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("conformance", "faults")]
 
 Job = Callable[..., World]
 SHARE = "SHARE_GPUS"
