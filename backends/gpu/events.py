@@ -117,7 +117,7 @@ class StreamEvents:
 
     def take(self) -> Event:
         """An event that compiled code will record on the stream."""
-        return self._events.take() if self._events.free else self._take_another()
+        return self._events.find() or self._take_another()
 
     @on_device
     def _take_another(self) -> Event:

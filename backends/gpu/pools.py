@@ -54,12 +54,16 @@ class EventPool:
 
     def take(self, captured: int = 0) -> Event:
         """An event that has not been recorded."""
-        try:
-            handle = self.free.pop()
-        except IndexError:
+        while (event := self.find(captured)) is None:
             self.free.extend(self._made() for _ in range(self._at_once))
-            handle = self.free.pop()
-        return Event(handle, captured, self.free)
+        return event
+
+    def find(self, captured: int = 0) -> Event | None:
+        """The same, if there is one; the device need not be current."""
+        try:
+            return Event(self.free.pop(), captured, self.free)
+        except IndexError:
+            return None
 
     def _made(self) -> int:
         handle = self._runtime.event()
