@@ -218,6 +218,33 @@ def test_a_device_that_answers_nothing(make):
     close(*ends)
 
 
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_a_flush_does_not_hide_its_cause(make, monkeypatch, pairs):
+    """A link goes down, and the device flushes: what it reports of a queue pair that has failed, or of another one, is told."""
+
+    async def refuse(route):
+        raise ConnectionRefusedError
+
+    hosts = make(pairs=pairs)
+    ends = hosts.rings()
+    hosts.meet()
+    monkeypatch.setattr("xvcomm.wire.links.connect", refuse)
+    for index in range(2):
+        hosts.networks[index].lose(1 - index, (HOST, HOST, 0))
+    until(lambda: hosts.rails() == hosts.numbers[1:])
+    first, last = hosts.cards[0].pairs[0], hosts.cards[0].pairs[-1]
+    if pairs == 1:
+        last.fake.fail()
+        until(lambda: hosts.rails() == [])
+    hosts.cards[0].report("PORT_ERR: the link is down", [first])
+    if pairs == 2:
+        until(lambda: len(hosts.rails()) == 1)
+        last.fake.fail()
+    until(lambda: hosts.lost[0])
+    assert hosts.lost[0][0].endswith(f"; RDMA: {first.where}: PORT_ERR: the link is down"), hosts.lost
+    close(*ends)
+
+
 def test_an_array_that_was_given_up_is_not_read_again(make, monkeypatch):
     """A message that nobody receives fails; then its array is unmapped, and the rail is lost that had its slots."""
     hosts = make(pairs=1)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from xvcomm.backends.rdma import layout
 from xvcomm.backends.rdma.queues import STATUSES
 from xvcomm.errors import BackendUnavailable
+from xvcomm.wire.verbs import FLUSHED
 
 TURNS = 100_000
 NAMES = {"drop": DROP, "refuse": REFUSE, "status": STATUS}
@@ -207,6 +208,15 @@ def test_what_failed_first_is_told(world: World, fault: int, told: str) -> None:
     way.pair.reset()  # where nothing may be posted: EINVAL
     assert way.send([10]) == driver.REFUSED
     assert way.pair.failure() == told
+
+
+def test_a_cause_that_is_told_after_a_flush_is_kept(world: World) -> None:
+    way = world.way(100, depth=16)
+    way.pair.fault(STATUS, 1, STATUSES.index("FATAL_ERR"))
+    way.pair.record.status = FLUSHED  # of a receive
+    assert way.send([10]) == 1
+    world.drain(way)
+    assert way.pair.failure() == "FATAL_ERR: the device failed"
 
 
 def test_pairs_end_in_another_order_than_they_began(world: World) -> None:

@@ -51,3 +51,18 @@ def test_what_is_said_of_them(some):
     some.note("no active port")
     some.note("no memory")
     assert some.text == "mlx5_0 port 1, GID 10.0.0.1 to 10.0.0.2: PORT_ERR; then no memory"
+
+
+def test_a_consequence_does_not_hide_its_cause(some, clock):
+    """Unless what failed before was long ago."""
+    some.fail(ENDS, "PORT_ERR")
+    some.note("no active port")
+    some.fail(ENDS, "WR_FLUSH_ERR", follows=True)
+    some.explain("GID_CHANGE")
+    assert some.text == "PORT_ERR; then no active port"
+    clock[0] += 11
+    some.fail(ENDS, "WR_FLUSH_ERR", follows=True)
+    assert some.text == "WR_FLUSH_ERR"
+    some.explain("GID_CHANGE")
+    some.explain("PORT_ERR")
+    assert some.text == "GID_CHANGE"

@@ -63,6 +63,8 @@ class LinkPairs:
             if made.pair in pairs:
                 made.why = made.why or why
                 self._carrier.drop(index)
+                if index in self._failing:
+                    self.troubles.explain(made.cause()[0])
 
     def hear_failure(self, here: int, there: int, *, answer: bool) -> None:
         """The other side has told that its queue pair has failed, by the names of both; see `PairRail.names`."""
@@ -80,15 +82,14 @@ class LinkPairs:
         Args:
             gone: whether the other side is gone, and will not do so.
         """
-        reported = made.why and f"{made.pair.where}: {made.why}"
-        why = made.pair.failure() or reported
+        why, cause = made.cause()
         made.pair.fail()
         self._failing[index] = made
         self._carrier.report(self._number, *made.names, answer=made.confirmed)
         self._end(index, made, gone=gone)
         if why and not gone:
-            self.troubles.fail(both, why)
-            self._warn(both, why, made.why if why == reported else why)
+            self.troubles.fail(both, why, follows=made.follows)
+            self._warn(both, why, cause)
 
     def say(self, both: Ends, why: str) -> None:
         """Say once why there is no RDMA between two addresses, and keep it for the case that nothing else carries."""

@@ -10,6 +10,7 @@ from xvcomm.abc.cards import Cards, Pair
 from xvcomm.errors import ResourceError
 from xvcomm.wire import handshake
 from xvcomm.wire.carrier import PostedRail
+from xvcomm.wire.verbs import FLUSHED, Queue
 
 _TRY_SECONDS = 3.0
 """How long a first frame may take: longer than a device repeats it."""
@@ -37,6 +38,22 @@ class PairRail:
     def names(self) -> tuple[int, int]:
         """What FAILED calls this queue pair, and the other side's: each device counts its own, so that two have equal numbers."""
         return self.pair.device << 32 | self.pair.number, self.pair.there << 32 | self.pair.peer
+
+    @property
+    def follows(self) -> bool:
+        """Whether its failure has another cause, which is not known."""
+        return self._flushed and not self.why
+
+    def cause(self) -> tuple[str, str]:
+        """How it has failed, and the same without its ends if a device has reported it; empty if it has not."""
+        met = self.pair.failure()
+        if self.why and (self._flushed or not met):
+            return f"{self.pair.where}: {self.why}", self.why
+        return met, met
+
+    @property
+    def _flushed(self) -> bool:
+        return bool(Queue.from_address(self.pair.queue).status == FLUSHED)
 
     def give_back(self) -> None:
         """Give the queue pair back, which is in no rail."""

@@ -29,6 +29,7 @@ class Troubles:
         self._carrier, self._link, self._timeout = carrier, link, timeout
         self.newest = -math.inf
         self._failure = self._refusal = ""  # of the rail that has failed last, and of the newest one after it
+        self._follows = False  # whether the failure has another cause, which is not known
         self._worked = time.monotonic()  # when a rail of RDMA worked, or none was needed
         self._moved = 0
         self._broken: dict[Ends, tuple[float, float]] = {}  # when rails failed, and seconds until they are tried
@@ -46,9 +47,20 @@ class Troubles:
         """No connection to make a rail could be had; of less interest than what devices have said."""
         self._refusal, self.newest = self._refusal if self.text else why, time.monotonic()
 
-    def fail(self, ends: Ends, why: str) -> None:
-        """A rail that was up has failed."""
-        self._failure, self._refusal, self.newest = why, "", time.monotonic()
+    def explain(self, why: str) -> None:
+        """What has caused the failure of a rail that has failed before."""
+        if self._follows:
+            self._failure, self._follows = why, False
+
+    def fail(self, ends: Ends, why: str, *, follows: bool = False) -> None:
+        """A rail that was up has failed.
+
+        Args:
+            follows: whether something else has caused that, which is not known: a cause that was told a moment ago says more.
+        """
+        if not follows or time.monotonic() - self.newest > self._timeout or not self._failure:
+            self._failure, self._refusal, self._follows = why, "", follows
+        self.newest = time.monotonic()
         before, pause = self._broken.get(ends, (-math.inf, 0.0))
         lasting = time.monotonic() - before > pause + _LONGEST_SECONDS
         needed = self._carrier.need_of_rdma(self._link) is Need.RDMA

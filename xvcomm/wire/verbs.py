@@ -22,8 +22,8 @@ WRITE, SEND, READ = 0, 2, 4
 """IBV_WR_RDMA_WRITE, IBV_WR_SEND, IBV_WR_RDMA_READ."""
 SIGNALED, INLINE = 2, 8
 """IBV_SEND_SIGNALED, IBV_SEND_INLINE."""
-SUCCESS = 0
-"""IBV_WC_SUCCESS."""
+SUCCESS, FLUSHED = 0, 5
+"""IBV_WC_SUCCESS; IBV_WC_WR_FLUSH_ERR: the queue pair was in the error state already, which something else has caused."""
 
 PART = np.dtype([("address", "i8"), ("length", "u4"), ("key", "u4")], align=True)
 """struct ibv_sge."""
@@ -64,7 +64,7 @@ QUEUE = np.dtype([
     ("posted", "i8"),  # requests handed over; with the two below, counted from the first one
     ("ended", "i8"),  # requests that have ended, well or not: all is drained when it reaches `posted`
     ("written", "i8"),  # requests that have ended well: their bytes may be used again, and are there
-    ("status", "i8"),  # what went wrong first: the ibv_wc_status of a request or receive that failed,
+    ("status", "i8"),  # what went wrong first, FLUSHED only if nothing else did: the ibv_wc_status of a request or receive,
     ("vendor_error", "i8"),
     ("error", "i8"),  # or the errno of a chain that was refused; 0: nothing
     ("bad", "i8"),  # address of the request or receive that was refused
@@ -258,7 +258,7 @@ def _settle(completions: Any, completion: Any) -> None:
             queue.received += 1
         else:
             queue.written = queue.ended
-    elif not failed(queue):
+    elif not failed(queue) or (queue.status == FLUSHED and completion.status != FLUSHED):
         queue.status, queue.vendor_error = completion.status, completion.vendor_error
 
 
