@@ -116,12 +116,19 @@ class Config:
     rdma_traffic_class: int | None = _var(
         None,
         "Traffic class of RoCE packets, as the network's operator defines them; its upper 6 bits are the DSCP. InfiniBand's have "
-        "none here, and the service level decides. If unset, what `NCCL_IB_TC` says, else 0.",
+        "one if they have a GRH. If unset, what `NCCL_IB_TC` says, else 0.",
         least=0,
         most=255,
     )
     rdma_service_level: int | None = _var(
         None, "Service level of RDMA packets, the same way; if unset, what `NCCL_IB_SL` says, else 0.", least=0, most=15
+    )
+    rdma_grh: int = _var(
+        0,
+        "1: packets of InfiniBand have a GRH within a subnet, too. They have one anyway between subnets, and where a port "
+        "requires it.",
+        least=0,
+        most=1,
     )
     rdma_partition_key: int | None = _var(
         None,

@@ -88,7 +88,7 @@ def open_cards(
 
 
 def _try_direct(
-    device: Device, domains: Sequence[Domain], used: _Used, options: Mapping[str, int]
+    device: Device, domains: Sequence[Domain], used: _Used, options: Mapping[str, Any]
 ) -> DirectMemory:  # fmt: skip
     """Find out which of the devices reach a GPU's memory."""
     from xvcomm.backends.rdma.direct import DirectMemory
@@ -316,7 +316,7 @@ class RdmaCards:
         except ResourceError:
             return found
         served = {(port.number, gid.index, gid.value) for port in ports for gid in port.gids}
-        return [pair for pair in found if (pair.port.number, pair.gid.index, pair.gid.value) not in served]
+        return [pair for pair in found if (pair.port.number, pair.source.index, pair.source.value) not in served]
 
     def after_fork(self) -> None:
         """Leave the devices to the parent: the child's copies would keep them open after its death."""

@@ -17,6 +17,8 @@ ACTIVE = 4
 """IBV_PORT_ACTIVE."""
 STATES = {1: "down", 2: "initializing", 3: "armed", ACTIVE: "active", 5: "active, deferred"}
 _LINKS = {1: "InfiniBand", 2: "Ethernet"}
+_GRH_REQUIRED = 1
+"""IBV_QPF_GRH_REQUIRED."""
 _VERSIONS = {0: "InfiniBand", 1: "RoCE v1", 2: "RoCE v2"}
 
 
@@ -50,6 +52,7 @@ class Port:
         mtu: payload bytes of a packet.
         lid: its address in an InfiniBand subnet; 0 on Ethernet.
         gids: without those that are not in use.
+        grh: whether it requires a GRH in packets of InfiniBand, within its subnet too; verbs alone tell it.
     """
 
     number: int
@@ -58,6 +61,7 @@ class Port:
     mtu: int
     lid: int
     gids: tuple[Gid, ...]
+    grh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,8 @@ def describe(name: str, context: Any) -> Device:
 
 def _port(number: int, port: Any, entries: Any) -> Port:
     state, link = STATES.get(port.state, f"state {port.state}"), _LINKS.get(port.link_layer, "InfiniBand")
-    return Port(number, state, link, 128 << port.active_mtu, port.lid, tuple(_gids(number, entries)))
+    gids, grh = tuple(_gids(number, entries)), bool(port.flags & _GRH_REQUIRED)
+    return Port(number, state, link, 128 << port.active_mtu, port.lid, gids, grh)
 
 
 def _gids(port: int, entries: Any) -> Iterator[Gid]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_interface
+from typing import Any
 
 from xvcomm.abc.device import Device
 from xvcomm.abc.nic_memory import SupportsNicMemory
@@ -32,7 +33,7 @@ class DirectMemory:
 
     def __init__(
         self, device: Device, domains: Sequence[Domain], ways: Sequence[tuple[Port, Gid] | None],
-        options: Mapping[str, int],
+        options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Try all devices, in some milliseconds each.
 

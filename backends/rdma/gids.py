@@ -11,6 +11,8 @@ from xvcomm.errors import ResourceError
 
 _MEMBER = 0x8000
 """Bit of a partition's key: full member. The other bits name the partition."""
+_ROUTED = bytes.fromhex("fec00000")
+"""How a GID begins that routers of InfiniBand know; its FLID follows, and then 16 bits that name its subnet."""
 
 
 def gid_of(port: Port, address: str) -> Gid | None:
@@ -31,6 +33,16 @@ def subnet_gid(port: Port) -> Gid | None:
     if port.link != "InfiniBand" or not port.lid:
         return None
     return next((gid for gid in port.gids if gid.index == 0), None)
+
+
+def flid(gid: bytes) -> int:
+    """The LID by which routers of InfiniBand are asked to take packets to a GID in another subnet; 0 if they do not know it."""
+    return int.from_bytes(gid[4:6]) if gid[:4] == _ROUTED else 0
+
+
+def routed_gid(port: Port) -> Gid | None:
+    """The GID by which routers of InfiniBand find a port; None if there is none."""
+    return next((gid for gid in port.gids if gid.version == "InfiniBand" and flid(gid.value)), None)
 
 
 def partition_key(device: str, port: int, index: int, root: Path = sysfs.ROOT) -> int:

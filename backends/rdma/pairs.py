@@ -57,6 +57,7 @@ class Path:
         retries: so many times, at most 6: some devices repeat for ever with 7.
         traffic_class, service_level: as the fabric's operator defines them.
         partition: where its key is in the port's table.
+        grh: whether packets in an InfiniBand subnet have a GRH, too; those of Ethernet always have one.
     """
 
     port: int
@@ -67,6 +68,7 @@ class Path:
     traffic_class: int = 0
     service_level: int = 0
     partition: int = 0
+    grh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Remote:
     Attributes:
         number: its qp_num.
         gid: of its port, 16 bytes.
-        lid: of its port, by which packets find it in an InfiniBand subnet; 0 on Ethernet, where they do by the GID.
+        lid: by which packets find its port in an InfiniBand subnet, or the way to it; 0 on Ethernet, where they do by the GID.
     """
 
     number: int
@@ -301,7 +303,7 @@ class ReliableQueue(PostedQueue):
         address["route"]["gid"] = np.frombuffer(remote.gid, np.uint64)
         address["route"]["sgid_index"], address["route"]["hop_limit"] = path.gid_index, _HOPS
         address["route"]["traffic_class"], address["sl"] = path.traffic_class, path.service_level
-        address["lid"], address["is_global"], address["port"] = remote.lid, not remote.lid, path.port
+        address["lid"], address["is_global"], address["port"] = remote.lid, path.grh or not remote.lid, path.port
         wanted["path_mtu"], wanted["dest_qp_num"] = path.mtu.bit_length() - 8, remote.number
         wanted["max_dest_rd_atomic"], wanted["min_rnr_timer"] = 1, 12
         self._move(wanted, _READY_TO_RECEIVE, _ADDRESS | _MTU | _NUMBER | _RECEIVE_PSN | _READS_HERE | _RNR_TIMER)

@@ -6,14 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from ipaddress import IPv6Address
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from xvcomm.abc.cards import Loopback
 from xvcomm.backends.rdma.devices import Gid, Port
-from xvcomm.backends.rdma.gids import apart, partition_key
+from xvcomm.backends.rdma.gids import apart, flid, partition_key, routed_gid
 from xvcomm.backends.rdma.pairs import Domain, Path, PolledQueue, ReliableQueue, Remote
 from xvcomm.backends.rdma.selfpair import SelfPair
 from xvcomm.errors import ResourceError
@@ -39,6 +39,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         mtu: of its port.
         device: index of its device there.
         key: of its partition; 0 if it is not known.
+        grh: whether packets must have a GRH in its subnet, too.
+        routed: GID by which routers of InfiniBand find its port, if there is one.
     """
 
     number: Annotated[int, Meta(ge=1, lt=1 << 24)]
@@ -47,6 +49,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
     mtu: Annotated[int, Meta(ge=256, le=4096)]
     device: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]
     key: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    grh: bool = False
+    routed: Annotated[bytes, Meta(min_length=16, max_length=16)] | None = None
 
     @classmethod
     def decode(cls, data: bytes) -> Description:
@@ -66,14 +70,19 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         found = IPv6Address(self.gid)
         return str(found.ipv4_mapped or found)
 
+    def crosses(self, theirs: Description) -> bool:
+        """Whether routers of InfiniBand lie between this queue pair and another one."""
+        return bool(self.lid) and self.gid[:8] != theirs.gid[:8]
+
     def objection(self, theirs: Description) -> str:
         """Why this queue pair and another one cannot be joined, or nothing."""
         if bool(self.lid) != bool(theirs.lid):
             return "one of the two is InfiniBand, the other is Ethernet"
-        if self.lid and self.gid[:8] != theirs.gid[:8]:
+        if self.crosses(theirs) and not (self.routed and theirs.routed and flid(theirs.routed)):
             here, there = prefix(self.address), prefix(theirs.address)
             return (
-                f"the ports are in two subnets, {here} here and {there} there, and routers of InfiniBand are not used"
+                f"the ports are in two subnets, {here} here and {there} there, and have no GIDs with a FLID by which "
+                "routers of InfiniBand find both"
             )
         if apart(self.key, theirs.key):
             both = f"{self.key:#06x} here, {theirs.key:#06x} there"
@@ -89,11 +98,12 @@ class RailPair:
 
     Attributes:
         port, gid: of the device, that it uses.
+        source: GID that its packets have: the same, or another one where they cross subnets.
         numbers, completion_queues: qp_num of the rail's queue pair and of the loopback's, and addresses of both's struct ibv_cq.
     """
 
     def __init__(
-        self, domain: Domain, device: int, port: Port, gid: Gid, options: Mapping[str, int], closed: Callable[[RailPair], None],
+        self, domain: Domain, device: int, port: Port, gid: Gid, options: Mapping[str, Any], closed: Callable[[RailPair], None],
         *, direct: bool = False,
     ) -> None:  # fmt: skip
         """Make one.
@@ -110,6 +120,7 @@ class RailPair:
             ResourceError: the device refuses.
         """
         self._domain, self.port, self.gid, self._options, self._closed = domain, port, gid, options, closed
+        self.source = gid
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._open = True
         self._theirs: Description | None = None
@@ -142,7 +153,11 @@ class RailPair:
         self.completion_queues = [completions.record.queue, *([self._mirror.completion_queue] if self._mirror else [])]
         lid = port.lid if port.link == "InfiniBand" else 0
         key = partition_key(domain.name, port.number, options["partition"])
-        self._ours = Description(self.number, gid.value, lid, port.mtu, device, key)
+        self._routed = routed_gid(port) if lid else None
+        self._ours = Description(
+            self.number, gid.value, lid, port.mtu, device, key, grh=options["grh"] or port.grh,
+            routed=self._routed.value if self._routed else None,
+        )  # fmt: skip
         self.description = msgspec.msgpack.encode(self._ours)
 
     def connect(self, theirs: bytes) -> None:
@@ -150,15 +165,23 @@ class RailPair:
         found = self._theirs = Description.decode(theirs)
         if why := self._ours.objection(found):
             raise ResourceError(f"{self.where}: {why}")
-        path = Path(self.port.number, self.gid.index, min(self.port.mtu, found.mtu), **self._options)
+        path, remote = self._way(found)
         with self._lock:
             if not self._open:
                 raise ResourceError(f"{self.where}: the queue pair was given back")
             try:
-                self._queue.connect(path, Remote(found.number, found.gid, found.lid))
+                self._queue.connect(path, remote)
             except ResourceError as error:
                 raise ResourceError(f"{self.where}: {error}; does a path lead there?") from error
         self.peer, self.there = found.number, found.device
+
+    def _way(self, theirs: Description) -> tuple[Path, Remote]:
+        """How packets go to the other end, in one subnet or over routers."""
+        options = {**self._options, "grh": self._ours.grh or theirs.grh or self._ours.crosses(theirs)}
+        remote = Remote(theirs.number, theirs.gid, theirs.lid)
+        if self._routed and theirs.routed and self._ours.crosses(theirs):
+            self.source, remote = self._routed, Remote(theirs.number, theirs.routed, flid(theirs.routed))
+        return Path(self.port.number, self.source.index, min(self.port.mtu, theirs.mtu), **options), remote
 
     @property
     def descriptors(self) -> list[int]:

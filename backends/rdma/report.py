@@ -13,7 +13,7 @@ from xvcomm.abc.transport import Interface
 from xvcomm.backends.rdma import devices, settings, sysfs
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Gid, Port
-from xvcomm.backends.rdma.gids import gid_of, partition, subnet_gid
+from xvcomm.backends.rdma.gids import flid, gid_of, partition, routed_gid, subnet_gid
 from xvcomm.backends.rdma.library import REGISTERING
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError, XvcommError
@@ -165,8 +165,11 @@ class _Ports:
         gid, (used, why) = subnet_gid(port), self.choice.judge(self.device, port.number, self.root)
         if not obstacles and not used:
             obstacles = [Obstacle(f"port {port.number} is not used: {why}", "XVCOMM_NICS chooses others")]
-        serves = [f"LID {port.lid} of subnet {prefix(gid.address)}"] if gid is not None and not obstacles else []
-        return _report(port, serves, obstacles)
+        if gid is None or obstacles:
+            return _report(port, [], obstacles)
+        routed = routed_gid(port)
+        over_routers = f", FLID {flid(routed.value)} from others" if routed else ""
+        return _report(port, [f"LID {port.lid} of subnet {prefix(gid.address)}{over_routers}"], [])
 
     def _own(self, port: Port) -> list[Interface]:
         """The network interfaces' addresses that a port serves."""

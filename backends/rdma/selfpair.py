@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 from xvcomm.abc.cards import Loopback
 from xvcomm.backends.rdma.devices import Gid, Port
@@ -24,7 +25,7 @@ class SelfPair:
         fd: its completion channel's descriptor.
     """
 
-    def __init__(self, domain: Domain, port: Port, gid: Gid, options: Mapping[str, int]) -> None:
+    def __init__(self, domain: Domain, port: Port, gid: Gid, options: Mapping[str, Any]) -> None:
         """Make one.
 
         Args:
@@ -44,7 +45,7 @@ class SelfPair:
             self._queue = ReliableQueue(domain, completions, _DEPTH, 0, readable=True)
             undo.callback(self._queue.close)
             lid = port.lid if port.link == "InfiniBand" else 0
-            path = Path(port.number, gid.index, port.mtu, **options)
+            path = Path(port.number, gid.index, port.mtu, **{**options, "grh": port.grh or options["grh"]})
             self._queue.connect(path, Remote(self._queue.number, gid.value, lid))
             self._undo = undo.pop_all()
         self.records = Loopback(self._queue.address, completions.address, memory.address, region.lkey)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 from xvcomm.config import Config
 
@@ -17,13 +18,14 @@ def refusal(config: Config, env: Mapping[str, str]) -> str:
     return "XVCOMM_TLS=1, and RDMA is not encrypted" if config.tls else ""
 
 
-def options(config: Config, env: Mapping[str, str]) -> dict[str, int]:
+def options(config: Config, env: Mapping[str, str]) -> dict[str, Any]:
     """What a `pairs.Path` takes from the settings."""
     return {
         "timeout": config.rdma_timeout,
         "retries": config.rdma_retries,
         "traffic_class": _first(config.rdma_traffic_class, env.get("NCCL_IB_TC"), 255),
         "service_level": _first(config.rdma_service_level, env.get("NCCL_IB_SL"), 15),
+        "grh": bool(config.rdma_grh),
     }
 
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def try_export(device: SupportsNicMemory) -> tuple[str, str]:
     return _EXPORTED, "no RDMA device has registered it"
 
 
-def try_device(device: Device, domain: Domain, way: tuple[Port, Gid] | None, options: Mapping[str, int]) -> list[Trial]:
+def try_device(device: Device, domain: Domain, way: tuple[Port, Gid] | None, options: Mapping[str, Any]) -> list[Trial]:
     """Try one device in both directions."""
     assert isinstance(device, SupportsNicMemory)
     grade, _ = try_export(device)

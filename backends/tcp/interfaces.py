@@ -179,7 +179,7 @@ def _between_ports(
     """The ways between ports of InfiniBand: of one subnet first, then in their order.
 
     Each may be joined over one of several connections, whichever can be had. Ports of different subnets are tried behind all
-    others, over one connection: the devices refuse them, which tells the reason.
+    others, over one connection: if no routers join them the devices refuse them, which tells the reason.
 
     Args:
         connections: routes over TCP, the preferred ones first.

@@ -134,12 +134,49 @@ def test_ports_of_different_subnets_are_refused(make: Any, caplog: Any) -> None:
     hosts = make([HERE], [replace(THERE, gid="fd00::22")])
     ends = hosts.rings()
     until(lambda: "the ports are in two subnets" in said(caplog))
-    assert "routers of InfiniBand are not used" in said(caplog)
+    assert "no GIDs with a FLID by which routers of InfiniBand find both" in said(caplog)
     carry(hosts, ends)
     assert hosts.by_rdma() == set()
     (found,) = hosts.networks[0].try_pairs([1])[1]
     assert (found.here, found.there) == (QueueEnd("mlx5_0", 1, "fe80::11", 5), QueueEnd("mlx5_2", 1, "fd00::22", 9))
     assert "the ports are in two subnets, " in found.refusal
+    close(*ends)
+
+
+HERE_ROUTED = replace(HERE, gid="fe80:0:0:1::11", routed="fec0:0:3e8:1::11")
+THERE_ROUTED = replace(THERE, gid="fe80:0:0:2::22", routed="fec0:0:7d0:2::22", fabric="b")
+
+
+def test_routers_join_subnets(make: Any) -> None:
+    """By the FLID of the other port's second GID, with a GRH. Both of an own fabric."""
+    hosts = make([HERE_ROUTED], [THERE_ROUTED])
+    ends = hosts.rings()
+    hosts.meet()
+    carry(hosts, ends)
+    assert hosts.by_rdma() == {(HERE_ROUTED.gid, THERE_ROUTED.gid)}
+    assert sorted(hosts.library.routes.values()) == [(1000, True, 0), (2000, True, 0)]
+    hosts.library.ends["mlx5_2"] = replace(THERE_ROUTED, routed="")
+    hosts.report("mlx5_2", "GID_CHANGE")
+    until(lambda: hosts.by_rdma(0) == hosts.by_rdma(1) == set())
+    close(*ends)
+
+
+@pytest.mark.parametrize("routed", ["", "fd00:0:7d0:2::22", "fec0:0:0:2::22"])
+def test_a_port_that_routers_do_not_know(make: Any, routed: str) -> None:
+    """It has no second GID, or one without a FLID."""
+    hosts = make([HERE_ROUTED], [replace(THERE_ROUTED, routed=routed)])
+    (found,) = hosts.networks[0].try_pairs([1])[1]
+    assert "the ports are in two subnets, fe80:0:0:1::/64 here and fe80:0:0:2::/64 there, and have no" in found.refusal
+
+
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_a_grh_in_one_subnet(make: Any, by_setting: bool) -> None:
+    """Where one of the two wants it, by its port or by a setting: both have one then, with their first GIDs."""
+    hosts = make([replace(HERE, grh=not by_setting)], [THERE], each=({"rdma_grh": int(by_setting)}, {}))
+    ends = hosts.rings()
+    hosts.meet()
+    carry(hosts, ends)
+    assert sorted(hosts.library.routes.values()) == [(5, True, 0), (9, True, 0)]
     close(*ends)
 
 

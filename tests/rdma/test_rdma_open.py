@@ -206,6 +206,7 @@ class FakeRail:
         self, domain: Any, device: int, port: Port, gid: Gid, options: Any, closed: Any, *, direct: bool
     ) -> None:
         self.device, self.port, self.gid, self._closed, self.failed = device, port, gid, closed, False
+        self.source = gid
         self.completions = FakeRail.devices[device].queue()
         self.fake = FakeRail.devices[device].pair(self.completions)
         self.number = self.fake.number

@@ -134,12 +134,14 @@ def test_when_rdma_is_not_used(settings: dict[str, Any], env: dict[str, str], to
 
 
 def test_options_are_nccls_where_ours_are_unset() -> None:
-    plain = {"timeout": 14, "retries": 6, "traffic_class": 0, "service_level": 0}
+    plain = {"timeout": 14, "retries": 6, "traffic_class": 0, "service_level": 0, "grh": False}
     assert options(Config(), {}) == plain
     env = {"NCCL_IB_TC": "106", "NCCL_IB_SL": "0x3"}
     assert options(Config(), env) == plain | {"traffic_class": 106, "service_level": 3}
-    ours = Config(rdma_traffic_class=0, rdma_service_level=5, rdma_timeout=20, rdma_retries=3)
-    assert options(ours, env) == {"timeout": 20, "retries": 3, "traffic_class": 0, "service_level": 5}
+    ours = Config(rdma_traffic_class=0, rdma_service_level=5, rdma_timeout=20, rdma_retries=3, rdma_grh=1)
+    assert options(ours, env) == {
+        "timeout": 20, "retries": 3, "traffic_class": 0, "service_level": 5, "grh": True,
+    }  # fmt: skip
     for wrong in ("256", "-1", "high", ""):
         assert options(Config(), {"NCCL_IB_TC": wrong}) == plain
 
@@ -170,7 +172,7 @@ def described(address: str, lid: int, key: int = 0xFFFF) -> Description:
         (described("fe80::8", 8), ""),
         (described("fe80::8", 8, 0), ""),
         (described("10.1.2.3", 0), "one of the two is InfiniBand, the other is Ethernet"),
-        (described("fd00::8", 8), "the ports are in two subnets, fe80::/64 here and fd00::/64 there, and routers of"),
+        (described("fd00::8", 8), "the ports are in two subnets, fe80::/64 here and fd00::/64 there, and have no"),
         (described("fe80::8", 8, 0x8001), "the partitions do not go together, 0xffff here, 0x8001 there"),
     ],
     ids=str,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from xvcomm.abc.transport import Interface
 from xvcomm.backends.rdma import layout, report
-from xvcomm.backends.rdma.devices import Gid, devices, pyverbs, refusal
+from xvcomm.backends.rdma.devices import Gid, ask, devices, pyverbs, refusal
 from xvcomm.cli import app
 from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
@@ -78,7 +78,7 @@ class Context:
 
     def query_port(self, number: int) -> Any:
         state, link, lid = ((4, 2, 0), (1, 1, 17))[number - 1]
-        return SimpleNamespace(gid_tbl_len=8, state=state, link_layer=link, lid=lid, active_mtu=5)
+        return SimpleNamespace(gid_tbl_len=8, state=state, link_layer=link, lid=lid, active_mtu=5, flags=0)
 
     def query_gid_table(self, most: int) -> Any:
         assert most == 16
@@ -221,21 +221,25 @@ class Hca(Context):
     """See `subnet`."""
 
     def query_port(self, number: int) -> Any:
-        return SimpleNamespace(gid_tbl_len=8, state=4, link_layer=1, lid=(17, 0)[number - 1], active_mtu=5)
+        return SimpleNamespace(
+            gid_tbl_len=8, state=4, link_layer=1, lid=(17, 0)[number - 1], active_mtu=5, flags=number - 1
+        )
 
     def query_gid_table(self, most: int) -> Any:
-        first, second = entry("fe80::11", 0, 0), entry("fe80::12", 0, 0)
-        first.ndev_ifindex = second.ndev_ifindex = 0
-        second.port_num = 2
-        return [first, second]
+        found = [entry("fe80::11", 0, 0), entry("fec0:0:3e8:7::11", 1, 0), entry("fe80::12", 0, 0)]
+        for one in found:
+            one.ndev_ifindex = 0
+        found[2].port_num = 2
+        return found
 
 
 def test_a_port_of_infiniband_without_an_address(subnet: Path) -> None:
     device = examine(subnet)
     assert device.used
     first, second = device.ports
-    assert (first.interfaces, first.obstacles) == (["LID 17 of subnet fe80::/64"], [])
+    assert (first.interfaces, first.obstacles) == (["LID 17 of subnet fe80::/64, FLID 1000 from others"], [])
     assert [(o.reason, o.remedy) for o in second.obstacles] == [("port 2 has no LID", "start the subnet manager")]
+    assert [port.grh for port in ask("mlx5_0").ports] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """InfiniBand over the fake provider: ports with LIDs and partitions on fabrics, below xvcomm's own devices and queue pairs.
 
-`Library` takes libibverbs' place for what makes queue pairs. As in a subnet, packets find a port by its LID, without a GRH; where
-an address vector names no port of the same fabric, nothing gets through.
+`Library` takes libibverbs' place for what makes queue pairs. As in a subnet, packets find a port by its LID, and over routers
+between fabrics by its FLID and the GID in their GRH; where an address vector leads to no port, or has no GRH where one is
+required, nothing gets through.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class SubnetEnd:
         fabric: the cables: only ports with the same one reach each other.
         keys: of its partitions, by their places.
         link: `Ethernet` for a port of RoCE, which has no LID.
+        grh: whether packets must have a GRH.
+        routed: its second GID, by which routers find it; empty if there is none.
     """
 
     device: str
@@ -42,12 +45,27 @@ class SubnetEnd:
     fabric: str = "a"
     keys: tuple[int, ...] = (0xFFFF,)
     link: str = "InfiniBand"
+    grh: bool = False
+    routed: str = ""
 
     def port(self) -> Port:
         """As verbs tell of it: the only one of its device."""
         version = "InfiniBand" if self.link == "InfiniBand" else "RoCE v2"
-        gid = Gid(0, IPv6Address(self.gid).packed, version, "", self.gid)
-        return Port(1, "active", self.link, 4096, self.lid, (gid,))
+        gids = [
+            Gid(i, IPv6Address(gid).packed, version, "", gid) for i, gid in enumerate((self.gid, self.routed)) if gid
+        ]
+        return Port(1, "active", self.link, 4096, self.lid, tuple(gids), self.grh)
+
+    def leads_to(self, there: SubnetEnd, address: Any) -> bool:
+        """Whether packets with an address vector come to another port."""
+        lid, has_grh, route = int(address["lid"]), bool(address["is_global"]), address["route"]
+        to, source = IPv6Address(route["gid"].tobytes()), int(route["sgid_index"])
+        if self.fabric == there.fabric:
+            named = not has_grh or (to, source) == (IPv6Address(there.gid), 0)
+            return lid == there.lid and named and (has_grh or not (self.grh or there.grh))
+        if not (has_grh and self.routed and there.routed):
+            return False
+        return (to, source, lid) == (IPv6Address(there.routed), 1, int.from_bytes(to.packed[4:6]))
 
 
 class Library:
@@ -69,7 +87,8 @@ class Library:
         self._queues: dict[int, int] = {}  # by the channel
         self._pairs: dict[int, tuple[FakeDevice, SubnetEnd]] = {}
         self._numbers: dict[int, SubnetEnd] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # the partition's place and the peer
+        self._places: dict[int, int] = {}  # the partition's
+        self._peers: dict[int, tuple[int, bool]] = {}  # and whether packets come there
         self._attached = threading.local()
         calls = fabric.calls
         self.ibv_get_cq_event, self.ibv_ack_cq_events = calls.fake_get_cq_event, calls.fake_ack_cq_events
@@ -119,17 +138,17 @@ class Library:
         if state == ERROR:
             self.fabric.calls.fake_leave(pair, ERROR)
         elif state == INIT:
-            found["state"], self._places[pair] = INIT, (int(asked["pkey_index"]), 0)
+            found["state"], self._places[pair] = INIT, int(asked["pkey_index"])
         elif state == READY_TO_RECEIVE:
             address = asked["address"]
             self.classes[number] = int(address["route"]["traffic_class"]), int(address["sl"])
-            self.routes[number] = int(address["lid"]), bool(address["is_global"]), self._places[pair][0]
-            self._places[pair] = self._places[pair][0], int(asked["dest_qp_num"])
+            self.routes[number] = int(address["lid"]), bool(address["is_global"]), self._places[pair]
+            peer = int(asked["dest_qp_num"])
+            self._peers[pair] = peer, self._pairs[pair][1].leads_to(self._numbers[peer], address)
         else:
-            peer = self._places[pair][1]
-            here, there = self._pairs[pair][1], self._numbers[peer]
+            peer, leads = self._peers[pair]
             self.fabric.calls.fake_connect(pair, peer)
-            if (here.fabric, self.routes[number][0]) != (there.fabric, there.lid):
+            if not leads:
                 self.fabric.calls.fake_cut(pair)
         return 0
 
