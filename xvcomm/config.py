@@ -123,6 +123,13 @@ class Config:
     rdma_service_level: int | None = _var(
         None, "Service level of RDMA packets, the same way; if unset, what `NCCL_IB_SL` says, else 0.", least=0, most=15
     )
+    rdma_relaxed_ordering: int | None = _var(
+        None,
+        "0: payload reaches memory in order on PCIe; 1: in any order, if the device can do that (relaxed ordering); if unset, "
+        "what `NCCL_IB_PCI_RELAXED_ORDERING` says, else 1. Frames come in order.",
+        least=0,
+        most=1,
+    )
     rdma_grh: int = _var(
         0,
         "1: packets of InfiniBand have a GRH within a subnet, too. They have one anyway between subnets, and where a port "

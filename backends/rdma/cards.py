@@ -59,7 +59,7 @@ def open_cards(
     def open_all(names: Iterable[str]) -> None:
         for name in names:
             try:
-                domains.append(_open(name, len(domains)))
+                domains.append(_open(name, len(domains), relaxed=settings.relaxed(config, env)))
             except XvcommError as error:
                 refused.setdefault(str(error), []).append(name)
 
@@ -102,15 +102,18 @@ def _try_direct(
     return DirectMemory(device, list(domains), ways, options)
 
 
-def _open(name: str, before: int) -> Domain:
-    """Open a device, after so many others."""
+def _open(name: str, before: int, *, relaxed: bool) -> Domain:
+    """Open a device, after so many others; `relaxed`: whether memory may be written to in any order."""
     if before == MAX_DEVICES:
         raise ResourceError(f"a process uses at most {MAX_DEVICES} devices; XVCOMM_NICS chooses")
     if limits := locked():
         raise ResourceError("; ".join(f"{limit.reason}; {limit.remedy}" for limit in limits))
     from xvcomm.backends.rdma.pairs import Domain  # loads numba, which a host without devices need not
 
-    return Domain(name)
+    domain = Domain(name)
+    if not relaxed:
+        domain.relaxed = 0
+    return domain
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class Registration:
         with contextlib.ExitStack() as undo:
 
             def register(domain: Domain) -> Any:
-                region = domain.register(address, nbytes)
+                region = domain.register(address, nbytes, ordered=False)  # a frame tells of what was written
                 undo.callback(domain.release, region)
                 return region
 

@@ -7,6 +7,7 @@ are made by libibverbs itself.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from xvcomm.backends.rdma.library import (
     libibverbs,
 )
 from xvcomm.backends.rdma.queues import CompletionQueue, PostedQueue
+from xvcomm.backends.rdma.regions import Region, with_optional
 from xvcomm.errors import BackendUnavailable, ResourceError
 
 _RESET, _INIT, _READY_TO_RECEIVE, _READY_TO_SEND, _ERROR = 0, 1, 2, 3, 6
@@ -35,6 +37,8 @@ _RELIABLE = 2
 """IBV_QPT_RC."""
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = 1, 2, 4
 """enum ibv_access_flags."""
+RELAXED_ORDERING = 1 << 20
+"""IBV_ACCESS_RELAXED_ORDERING, which libibverbs leaves out where the kernel does not know it."""
 _HOPS = 64
 _FOR_EVER = 7
 """Of rnr_retry."""
@@ -93,9 +97,9 @@ class DmaBufRegion:
         lkey, rkey: see `abc.cards.Keys`.
     """
 
-    def __init__(self, domain: Domain, descriptor: int, address: int, nbytes: int) -> None:
+    def __init__(self, domain: Domain, descriptor: int, address: int, nbytes: int, access: int) -> None:
         self._device = domain.name
-        made = libibverbs().ibv_reg_dmabuf_mr(domain.domain, 0, nbytes, address, descriptor, _access(readable=True))
+        made = libibverbs().ibv_reg_dmabuf_mr(domain.domain, 0, nbytes, address, descriptor, access)
         self._address = checked(f"region of a dma-buf of {nbytes} bytes", domain.name, made)
         layout.check_fields("a region", self._address, layout.REGION, context=domain.context, pd=domain.domain)
         record = layout.at(self._address, layout.REGION)
@@ -111,7 +115,10 @@ class Domain:
 
     Attributes:
         name: of the device.
+        relaxed: access flag of memory that is written to in any order, or 0.
     """
+
+    relaxed = RELAXED_ORDERING
 
     def __init__(self, name: str) -> None:
         """Open a device.
@@ -140,29 +147,44 @@ class Domain:
             self.close()
             raise
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
+    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
         """Let the device read memory, and the other ends' devices write to it; pyverbs' region, with `lkey` and `rkey`.
 
         Args:
             readable: whether the other ends may read it, too.
+            ordered: whether what is written must come in order; else a completion alone tells that it is there.
 
         Raises:
             ResourceError: the device or a limit refuses.
         """
-        try:
-            region = pyverbs("mr").MR(self._domain, nbytes, _access(readable), address=address)
-        except pyverbs("pyverbs_error").PyverbsError as error:
-            raise ResourceError(f"{self.name} does not register {nbytes} bytes: {error}; {REGISTERING}") from error
-        self._held.append(region)
-        return region
 
-    def register_dma_buf(self, descriptor: int, address: int, nbytes: int) -> DmaBufRegion:
+        def made(access: int) -> Any:
+            try:
+                return pyverbs("mr").MR(self._domain, nbytes, access, address=address)
+            except pyverbs("pyverbs_error").PyverbsError as error:
+                raise ResourceError(f"{self.name} does not register {nbytes} bytes: {error}; {REGISTERING}") from error
+
+        return self._hold(made, _access(readable), ordered=ordered)
+
+    def register_dma_buf(self, descriptor: int, address: int, nbytes: int, *, ordered: bool = True) -> DmaBufRegion:
         """Let the device and the other ends' devices read and write a GPU's memory, of which the driver has given a dma-buf.
+
+        Args:
+            ordered: see `register`.
 
         Raises:
             ResourceError: the device, its driver or the kernel refuses.
         """
-        region = DmaBufRegion(self, descriptor, address, nbytes)
+
+        def made(access: int) -> DmaBufRegion:
+            return DmaBufRegion(self, descriptor, address, nbytes, access)
+
+        return self._hold(made, _access(readable=True), ordered=ordered)
+
+    def _hold(self, register: Callable[[int], Region], access: int, *, ordered: bool) -> Region:
+        region, relaxed = with_optional(register, access, 0 if ordered else self.relaxed)
+        if not ordered:
+            self.relaxed = relaxed  # what was refused once is not tried again
         self._held.append(region)
         return region
 

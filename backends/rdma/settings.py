@@ -29,6 +29,11 @@ def options(config: Config, env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def relaxed(config: Config, env: Mapping[str, str]) -> bool:
+    """Whether payload may reach memory in any order."""
+    return bool(_first(config.rdma_relaxed_ordering, env.get("NCCL_IB_PCI_RELAXED_ORDERING", "2"), 2))
+
+
 def _first(ours: int | None, theirs: str | None, most: int) -> int:
     """Our setting, or NCCL's if it makes sense, or 0."""
     if ours is None:

@@ -59,18 +59,21 @@ class DirectSlots:
 def _register(device: SupportsNicMemory, domain: Domain, address: int, nbytes: int) -> tuple[Any, str]:
     """Register memory of a GPU by its dma-buf, or by its address as kernels with peer memory permit; and how it went.
 
+    What is written must come in order where a WRITE behind it makes it visible, see `wire.visibility`.
+
     Raises:
         ResourceError: neither is possible; with both reasons.
     """
     try:
         descriptor = device.dma_buf(address, nbytes)
         try:
-            return domain.register_dma_buf(descriptor, address, nbytes), "as a dma-buf"
+            return domain.register_dma_buf(descriptor, address, nbytes, ordered=device.needs_write), "as a dma-buf"
         finally:
             os.close(descriptor)
     except XvcommError as error:
         by_descriptor = str(error)
     try:
-        return domain.register(address, nbytes, readable=True), f"by its address ({by_descriptor})"
+        region = domain.register(address, nbytes, readable=True, ordered=device.needs_write)
+        return region, f"by its address ({by_descriptor})"
     except ResourceError as error:
         raise ResourceError(f"neither as a dma-buf: {by_descriptor}; nor by its address: {error}") from error

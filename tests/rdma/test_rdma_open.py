@@ -19,6 +19,7 @@ from xvcomm.backends.rdma import cards as module
 from xvcomm.backends.rdma.cards import RdmaCards, open_cards
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Device, Gid, Port
+from xvcomm.backends.rdma.regions import with_optional
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError
 from xvcomm.wire.frames import MAX_DEVICES
@@ -41,6 +42,7 @@ class FakeDomain:
     """An open device, see `ports`."""
 
     opened: list[str]
+    relaxed = 1
 
     def __init__(self, name: str) -> None:
         self.name, self.descriptors, self.context = name, [], 0
@@ -50,7 +52,7 @@ class FakeDomain:
         """Its port."""
         return Device(self.name, ports(self.name))
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
+    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
         """It registers no memory."""
         raise ResourceError(f"{self.name} does not register {nbytes} bytes")
 
@@ -174,6 +176,7 @@ class TwoPorts(FakeDomain):
 
     Attributes:
         ports: by their numbers.
+        ordered: of each memory that it was to register, whether in order.
         refuses, removed: it registers no memory; it does not answer any more either.
     """
 
@@ -181,6 +184,7 @@ class TwoPorts(FakeDomain):
         super().__init__(name)
         self.ports = {number: port(f"10.{name[4:]}.{number}.1", number) for number in (1, 2)}
         self.refuses = self.removed = False
+        self.ordered: list[bool] = []
 
     def ask(self) -> Device:
         """Both ports."""
@@ -188,8 +192,9 @@ class TwoPorts(FakeDomain):
             raise ResourceError(f"{self.name} does not tell its ports: No such device")
         return Device(self.name, tuple(self.ports.values()))
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
+    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
         """Memory with keys that no other device has."""
+        self.ordered.append(ordered)
         if self.removed or self.refuses:
             raise ResourceError(f"{self.name} does not register {nbytes} bytes")
         return SimpleNamespace(lkey=1 + int(self.name[4:]), rkey=11 + int(self.name[4:]))
@@ -328,6 +333,56 @@ def test_memory_that_one_device_refuses_is_registered_with_none(world: World) ->
     world.domains[0].refuses = True
     with pytest.raises(ResourceError, match="fake0 does not register"):
         world.cards.register(4096, 4096)
+
+
+def test_payload_may_come_in_any_order(world: World) -> None:
+    """To rings, but for those of a GPU that sees it only once a WRITE has come behind it."""
+    from xvcomm.backends.rdma.slots import DirectSlots
+
+    gpu = FakeGpu()
+    world.cards.register(4096, 4096).close()
+    for gpu.needs_write in (True, False):
+        DirectSlots(gpu, world.domains, 4096).close()  # type: ignore[arg-type]
+    assert world.domains[0].ordered == world.domains[1].ordered == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "relaxed"),
+    [
+        ({}, {}, True), ({}, {"NCCL_IB_PCI_RELAXED_ORDERING": "0"}, False), ({"rdma_relaxed_ordering": 0}, {}, False),
+        ({}, {"NCCL_IB_PCI_RELAXED_ORDERING": "2"}, True),
+        ({"rdma_relaxed_ordering": 1}, {"NCCL_IB_PCI_RELAXED_ORDERING": "0"}, True),
+    ],
+)  # fmt: skip
+def test_relaxed_ordering_is_a_setting(
+    host: Any, opened: list[str], config: dict[str, int], env: dict[str, str], relaxed: bool
+) -> None:
+    found = open_cards(Config(**config), host(1), env=env)
+    assert found is not None
+    (domain,) = found._domains
+    assert bool(domain.relaxed) == relaxed
+    found.close()
+
+
+RELAXED = 1 << 20
+
+
+@pytest.mark.parametrize(("known", "refuses"), [(True, False), (False, False), (True, True)])
+def test_memory_is_registered_where_a_flag_is_unknown(known: bool, refuses: bool) -> None:
+    asked = []
+
+    def register(access: int) -> str:
+        asked.append(access)
+        if refuses or (access & RELAXED and not known):
+            raise ResourceError(f"access {access:#x} is refused")
+        return "region"
+
+    if refuses:
+        with pytest.raises(ResourceError, match="access 0x3 is refused"):
+            with_optional(register, 3, RELAXED)
+    else:
+        assert with_optional(register, 3, RELAXED) == ("region", RELAXED if known else 0)
+    assert asked == [3 | RELAXED] + [3] * (refuses or not known)
 
 
 def test_slots_beside_a_device_that_was_removed(world: World) -> None:

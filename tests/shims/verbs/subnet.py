@@ -186,7 +186,7 @@ class SubnetDomain:
             raise ResourceError(f"{self.name} does not tell its ports: No such device")
         return Device(self.name, (self._library.ends[self.name].port(),))
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False) -> Any:
+    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
         """Memory that its port reads and writes. A rail begins with its buffers, and has a device of its own."""
         if self.name in self._library.removed:
             raise ResourceError(f"{self.name} does not register {nbytes} bytes: No such device")
