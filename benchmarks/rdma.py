@@ -1,12 +1,13 @@
-"""Benchmarks of RDMA between two hosts with Soft-RoCE, beside perftest and TCP: messages, shares of NICs, cut links, start-up.
+"""Benchmarks of RDMA between two hosts with Soft-RoCE, beside perftest and TCP: messages, shares of NICs, cut links, start-up;
+and of requests over the fake provider of verbs.
 
     python benchmarks/rdma.py --out docs/figures
 
 The hosts are those of tests/shims/rxe: kernels of User-mode Linux, ordinary processes, so that this needs no root once they are
 built. Soft-RoCE is software, and both kernels share this machine's cores: the figures tell what xvcomm adds to the device, not
-what a network does. Without perftest (ib_write_bw, ib_send_lat) that comparison is left out, which is said. Everything is
-measured in one run, in turns; each bar is a ratio in it. Writes rdma.md and rdma.json, and exits with code 1 if a bar is not met.
-`--quick` only tests the program.
+what a network does. Without perftest (ib_write_bw, ib_send_lat and others) that comparison is left out, which is said.
+Everything is measured in one run, in turns; each bar is a ratio in it. Writes rdma.md and rdma.json, and exits with code 1 if a
+bar is not met. `--quick` only tests the program.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import verbs
 from host import Bar, bar_table, table
 
 from xvcomm.cli.bench.measure import Record
@@ -34,9 +36,9 @@ from xvcomm.cli.doctor import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("rdma_rank.py")
-TOOLS = ("ib_write_bw", "ib_send_lat")
+TOOLS = ("ib_write_bw", "ib_send_bw", "ib_write_lat", "ib_send_lat")
 SIZES = {"messages": 1 << 20, "trips": 8}
-PARTS = ("start", *SIZES, "rails", "own", "far")
+PARTS = ("requests", "start", *SIZES, "rails", "own", "far")
 NOISY_CORES, NOISY_TURNS = 0.1, 1.2
 """Other processes have used more cores than this; turns differ by more than this factor."""
 TICK = os.sysconf("SC_CLK_TCK")
@@ -51,6 +53,7 @@ class Effort:
         messages: of 1 MiB in a turn.
         trips: there and back in a turn.
         phases: seconds before a link is cut, while it is cut, and after.
+        requests: over the fake provider, of each length of a chain in a turn.
     """
 
     rounds: int = 5
@@ -58,9 +61,10 @@ class Effort:
     messages: int = 100
     trips: int = 300
     phases: tuple[float, float, float] = (2, 4, 6)
+    requests: int = verbs.REQUESTS
 
 
-QUICK = Effort(rounds=1, starts=1, messages=10, trips=20, phases=(0.5, 1, 3))
+QUICK = Effort(rounds=1, starts=1, messages=10, trips=20, phases=(0.5, 1, 3), requests=10_000)
 
 
 class Others:
@@ -142,14 +146,16 @@ def records(found: dict[str, Any], used: dict[str, float], effort: Effort) -> li
     return made
 
 
-def bars(made: Sequence[Record]) -> list[Bar]:
-    """What perftest's figures bound; none without them."""
+def bars(made: Sequence[Record], requests: Sequence[verbs.Row]) -> list[Bar]:
+    """What perftest's figures bound, if there are some; and requests over the fake provider."""
     times = {record.library: record.time for record in made if record.op == "send"}
     trips = {record.library: record.time for record in made if record.op == "p2p"}
-    reached = []
-    if "ib_write_bw" in times:
-        what = "messages of 1 MiB one way, part of ib_write_bw's speed"
-        reached.append(Bar(what, times["ib_write_bw"] / times["xvcomm"], 0.9))
+    what = "million requests/s of a thread over the fake provider, one a chain"
+    reached = [Bar(what, requests[0].millions, 1)]
+    for ours, whose, tool in (("xvcomm", "", "ib_write_bw"), ("xvcomm, one NIC", " over one NIC", "ib_send_bw -e")):
+        if tool in times:
+            what = f"messages of 1 MiB one way{whose}, part of {tool}'s speed"
+            reached.append(Bar(what, times[tool] / times[ours], 0.9))
     if "ib_send_lat -e" in trips:
         what = "8 B one way, times ib_send_lat -e"
         reached.append(Bar(what, trips["xvcomm"] / trips["ib_send_lat -e"], 1.5, most=True))
@@ -190,9 +196,10 @@ def figures(found: dict[str, Any], used: dict[str, float]) -> list[tuple[str, st
 
 
 def markdown(
-    found: dict[str, Any], used: dict[str, float], made: Sequence[Record], setting: Setting, reached: Sequence[Bar]
-) -> str:
-    """The page: the machine, the bars, a table for each kind of message, and the other figures."""
+    found: dict[str, Any], used: dict[str, float], made: Sequence[Record], requests: Sequence[verbs.Row], setting: Setting,
+    reached: Sequence[Bar],
+) -> str:  # fmt: skip
+    """The page: the machine, the bars, a table for each kind of message, the other figures, and requests."""
     versions = ", ".join(f"{name} {version}" for name, version in setting.versions.items())
     loads = " to ".join(f"{load:.1f}" for load in found["load"])
     lines = [
@@ -201,7 +208,8 @@ def markdown(
         f"of User-mode Linux (Linux {found['kernel']}, a core each) with Soft-RoCE on two NICs stand for hosts. {versions}.", "",
         "One run of `python benchmarks/rdma.py`; the libraries take turns between the same two hosts. Times are medians over "
         "turns in µs; a message of 1 MiB is the mean of a turn, 8 B the median. perftest uses one NIC and one queue pair, xvcomm "
-        "both NICs; ib_write_bw polls, which keeps Soft-RoCE from the processor that both share. `~` marks figures during which "
+        "both NICs if nothing else is said; ib_write_bw and ib_write_lat poll, which keeps Soft-RoCE from the processor that "
+        "both share; with -e, which these do not have, tools sleep until a completion comes. `~` marks figures during which "
         "other processes used more than a tenth of a core, or whose turns differ by more than a fifth.", "",
         *bar_table(reached),
     ]  # fmt: skip
@@ -211,6 +219,10 @@ def markdown(
     lines += ["", "| other figures | |", "| --- | --: |"]
     lines += [f"| {what} | {value} |" for what, value in figures(found, used)]
     busy = ", ".join(f"{name} {used[name]:.2f}" for name in PARTS)
+    lines += ["", "## Requests of one thread over the fake provider", "", *verbs.table(requests), ""]
+    lines += [
+        "They write 8 bytes within memory. A slot takes two: the WRITE of its payload, and the SEND of its frame."
+    ]
     return "\n".join([*lines, "", f"Cores that other processes used meanwhile: {busy}.", ""])
 
 
@@ -230,9 +242,12 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     effort = QUICK if arguments.quick else Effort()
-    load = os.getloadavg()[0]
+    load, others = os.getloadavg()[0], Others()
+    requests = verbs.measure(effort.requests)
+    alone = others.cores()
     with tempfile.TemporaryDirectory() as folder:
         found, used = run(effort, Path(folder))
+    used["requests"] = alone
     found["load"] = [load, os.getloadavg()[0]]
     setting = Setting(**found.pop("setting"))
     setting = replace(
@@ -240,12 +255,15 @@ def main() -> int:
         versions=setting.versions | perftest_version(),
     )  # fmt: skip
     made = records(found, used, effort)
-    reached = bars(made)
+    reached = bars(made, requests)
     judged = [{**asdict(bar), "met": bar.met} for bar in reached]
-    report = {**asdict(setting), **found, "others": used, "bars": judged, "records": [asdict(one) for one in made]}
+    report = {
+        **asdict(setting), **found, "others": used, "bars": judged, "requests": list(map(asdict, requests)),
+        "records": list(map(asdict, made)),
+    }  # fmt: skip
     name = arguments.out / "rdma"
     name.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    name.with_suffix(".md").write_text(markdown(found, used, made, setting, reached))
+    name.with_suffix(".md").write_text(markdown(found, used, made, requests, setting, reached))
     for bar in reached:
         print("{3:>8}: {0}: {2} ({1})".format(*bar.cells()))
     return 0 if arguments.quick or all(bar.met for bar in reached) else 1

@@ -34,16 +34,18 @@ MESSAGE = 1 << 20
 SHORT, BATCH = 8, 10
 SECONDS = 60.0
 PERF_SECONDS, ATTEMPTS = 10.0, 10
-ALL_UP = 2 * int(os.environ["NIC_COUNT"])
+NICS = int(os.environ["NIC_COUNT"])
+ALL_UP = 2 * NICS
 """Rails of RDMA to the other host."""
 
 
-def join(port: int, rdma: bool) -> Communicator:
-    """Join a job of one rank on each host; with `rdma`, when all its rails are up."""
-    os.environ |= job.settings(port, XVCOMM_RDMA=str(int(rdma)))
+def join(port: int, rdma: bool, nics: int = NICS) -> Communicator:
+    """Join a job of one rank on each host, which uses so many NICs; with `rdma`, when all its rails are up."""
+    names = ",".join(f"eth{nic}" for nic in range(nics))
+    os.environ |= job.settings(port, XVCOMM_RDMA=str(int(rdma)), XVCOMM_NICS=f"={names}")
     comm = xvcomm.init()
     if rdma:
-        job.meet(comm, ALL_UP)
+        job.meet(comm, ALL_UP * nics // NICS)
     return comm
 
 
@@ -135,15 +137,15 @@ def figures_of(command: list[str]) -> list[float]:
     return [float(word) for word in rows[-1]] if rows else []
 
 
-def write_bw(comm: Communicator, count: int) -> float:
-    """Microseconds of a message of 1 MiB by ib_write_bw: its average."""
-    _bytes, _count, _peak, average, *_ = perftest(comm, "ib_write_bw", "-s", MESSAGE, "-n", count)  # in MiB a second
+def bandwidth(comm: Communicator, count: int, *tool: str) -> float:
+    """Microseconds of a message of 1 MiB by ib_write_bw or ib_send_bw: its average, which it tells in MiB a second."""
+    _bytes, _count, _peak, average, *_ = perftest(comm, *tool, "-s", MESSAGE, "-n", count)
     return MESSAGE / (1 << 20) / average * 1e6
 
 
-def send_lat(comm: Communicator, count: int) -> float:
-    """Microseconds of 8 B one way by ib_send_lat, which sleeps until a completion comes (-e): its typical time."""
-    _bytes, _count, _least, _most, typical, *_ = perftest(comm, "ib_send_lat", "-e", "-s", SHORT, "-n", count)
+def latency(comm: Communicator, count: int, *tool: str) -> float:
+    """Microseconds of 8 B one way by ib_send_lat or ib_write_lat: its typical time."""
+    _bytes, _count, _least, _most, typical, *_ = perftest(comm, *tool, "-s", SHORT, "-n", count)
     return typical
 
 
@@ -222,18 +224,24 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     rounds, found = settings["rounds"], {}
     part("start")
     found["start"] = starts(settings["starts"])
-    with join(PORT, rdma=True) as comm, join(PORT + 1, rdma=False) as tcp:
+    with join(PORT, rdma=True) as comm, join(PORT + 1, rdma=False) as tcp, join(PORT + 2, True, nics=1) as one_nic:
         part("messages")
         count = settings["messages"]
-        contenders = {"xvcomm": lambda: message(comm, count), "xvcomm over TCP": lambda: message(tcp, count)}
+        contenders = {
+            "xvcomm": lambda: message(comm, count),
+            "xvcomm, one NIC": lambda: message(one_nic, count),
+            "xvcomm over TCP": lambda: message(tcp, count),
+        }
         if settings["perftest"]:
-            contenders["ib_write_bw"] = lambda: write_bw(comm, count)
+            contenders["ib_write_bw"] = lambda: bandwidth(comm, count, "ib_write_bw")
+            contenders["ib_send_bw -e"] = lambda: bandwidth(comm, count, "ib_send_bw", "-e")
         found["messages"] = in_turns(rounds, contenders)
         part("trips")
         trips = settings["trips"]
         contenders = {"xvcomm": lambda: half_trip(comm, trips), "xvcomm over TCP": lambda: half_trip(tcp, trips)}
         if settings["perftest"]:
-            contenders["ib_send_lat -e"] = lambda: send_lat(comm, trips)
+            contenders["ib_send_lat -e"] = lambda: latency(comm, trips, "ib_send_lat", "-e")
+            contenders["ib_write_lat"] = lambda: latency(comm, trips, "ib_write_lat")
         found["trips"] = in_turns(rounds, contenders)
         part("rails")
         found["rails"] = shares(comm, count)
