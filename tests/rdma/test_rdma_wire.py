@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import xvcomm
-from xvcomm.testing import collectives, pointtopoint
+from xvcomm.testing import channels, collectives, pointtopoint, refusals
+from xvcomm.testing.cases import reductions
 from xvcomm.types.dtype import DTYPES
 
 pytestmark = pytest.mark.rdma
@@ -40,6 +41,7 @@ def test_data_goes_by_rdma(comm):
 def test_reducing(comm, count):
     collectives.check_all_reduce(comm, "float32", "sum", count)
     collectives.check_reduce(comm, "float32", "sum", count)
+    collectives.check_reduce_scatter(comm, "float32", "sum", count // 2)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 21_851])
@@ -56,12 +58,59 @@ def test_moving(comm, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_types(comm, dtype):
+    """Messages, and all reductions."""
     pointtopoint.check_blocking(comm, dtype.name, 1000)
+    collectives.check_reductions(comm, dtype.name, [str(op) for op in reductions(dtype)])
 
 
-def test_others(comm):
-    for check in (collectives.check_averages, collectives.check_objects, collectives.check_split):
-        check(comm)
+@pytest.mark.parametrize(
+    "check",
+    [
+        collectives.check_averages,
+        collectives.check_objects,
+        collectives.check_split,
+        collectives.check_subgroup,
+        collectives.check_premul_factors,
+    ],
+)
+def test_others(comm, check):
+    check(comm)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pointtopoint.check_crosswise_waits,
+        pointtopoint.check_behind_background,
+        pointtopoint.check_receive_first,
+        pointtopoint.check_small_send_returns,
+        pointtopoint.check_beside_collectives,
+        pointtopoint.check_objects,
+        *channels.CHECKS,
+        refusals.check_messages_refused,
+    ],
+)
+def test_messages(comm, check):
+    check(comm)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 1_000_003])
+def test_sizes_of_messages(comm, count):
+    pointtopoint.check_blocking(comm, "float32", count)
+    pointtopoint.check_exchange(comm, "float32", count)
+
+
+def test_asynchronous(comm):
+    collectives.check_async(comm, 40)
+    pointtopoint.check_group_beyond_rings(comm, 3_000_001, 3)
+
+
+def test_communicators_one_after_the_other(comm):
+    """Each is closed as soon as this rank is done, while messages for the other one are on their way."""
+    for _ in range(50):
+        with comm.split(0) as group:
+            group.barrier()
+    assert not comm.refused()
 
 
 def test_order(comm):
