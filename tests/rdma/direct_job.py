@@ -7,6 +7,7 @@ one line for each pair.
 
 import contextlib
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from xvcomm.config import Config
 from xvcomm.engine.session import plugins
 from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import Reason, RingLayout
+from xvcomm.types.deadline import Deadline
 
 LAYOUT = RingLayout(2, 4, 64 << 10, wired=True)
 SIZES = (1, 8, 700, 4000, 100_000, 0, 65_536, 1_000_003, 3_000_000)
@@ -41,6 +43,14 @@ def carry_at_once(hosts, count, seed):
             pass
     for ends in rings:
         close(*ends)
+
+
+def carry_back(hosts):
+    """Carry messages in the other direction, for which both sides' GPUs can be used, whether they can in the first one or not."""
+    ends = hosts.rings(1, layout=LAYOUT)
+    assert [end.layout.apart for end in ends] == [True, True]
+    carry(hosts, ends, SIZES, source=1, seed=7)
+    close(*ends)
 
 
 def refuse(address, nbytes):
@@ -86,8 +96,35 @@ def restrict(hosts, ends):
         assert by_chosen > sum(SIZES) and sum(sent.values()) - by_chosen < sum(SIZES) // 20, (chosen, sent)
 
 
+def open_early(library, shared, gpus, delay):
+    """A rank without Device-Direct opens a ring to one with it before any queue pair is up; where the slots lie at both ends."""
+    gate = threading.Event()
+    with contextlib.ExitStack() as stack:
+        hosts = Hosts(stack, library, shared, devices=gpus, each=[{}, {"gpu": gpus[1]}], asynchronous=True, delay=delay)
+        real, far = hosts.cards[0].pair, hosts.networks[1]
+        hosts.cards[0].pair = lambda address: (gate.wait(), real(address))[1]
+        for network in hosts.networks:
+            network.enter(1)
+
+        def opened(index):
+            deadline = Deadline.after(60)
+            return hosts.networks[index].open_ring(
+                1 - index, 1, LAYOUT, deadline, group=1, peer=1 - index, producer=index == 0
+            )
+
+        producer = opened(0)
+        until(lambda: far._halves._offers or far._halves._early)
+        gate.set()
+        ends = producer, opened(1)
+        carry(hosts, ends, SIZES)
+        close(*ends)
+        return " ".join("GPU" if end.layout.apart else "host" for end in ends)
+
+
 def case(library, shared, gpus, sides, fault, delay):
     """Carry messages, before, during and after a fault; what there is to say."""
+    if fault == "early":
+        return open_early(library, shared, gpus, delay)
     each = [{"gpu": gpu} for gpu in gpus]
     each[0]["reads"], each[1]["writes"] = sides != "consumer", sides != "producer"
     with contextlib.ExitStack() as stack:
@@ -114,6 +151,7 @@ def case(library, shared, gpus, sides, fault, delay):
             restrict(hosts, ends)
         elif fault == "none":
             carry_at_once(hosts, 3, seed=2)
+            carry_back(hosts)
         else:
             carry(hosts, ends, SIZES, seed=2, halfway=lambda: break_pair(hosts, fault))
             hosts.meet()

@@ -62,3 +62,8 @@ def test_a_device_that_does_not_answer_reads(run):
     """The ranks are told after the time for which a host may be silent, although queue pairs come up again and again."""
     (told,) = run("both", ("silent", 0))
     assert "no RDMA reaches it any more, and rings in GPU memory need it" in told
+
+
+def test_a_ring_that_the_other_rank_opens_first(run):
+    """It lies in the memory of the GPU at one end, although the rank at the other one has no such GPU, and did not wait."""
+    assert run("consumer", ("early", 0)) == ["host GPU"]

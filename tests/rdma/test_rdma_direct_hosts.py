@@ -73,13 +73,18 @@ def test_topology(run, other_host, wanted):
     other_host.swap()
 
 
-@pytest.mark.parametrize("wanted", ["direct", "refused", "off"])
-def test_job(run, wanted):
-    """Bytes are right with rings in GPU memory, and in host memory where devices do not reach it or a setting wants that. The
-    trace tells of each rank how far the devices came.
+@pytest.mark.parametrize(
+    "wanted",
+    [("direct", "direct"), ("refused", "refused"), ("off", "off"), ("direct", "refused")],
+    ids="-".join,
+)
+def test_job(run, other_host, wanted):
+    """Bytes are right with rings in GPU memory, and in host memory where devices do not reach it or a setting wants that, also
+    at one of the two hosts. The trace tells of each rank how far the devices came.
     """
-    more = job.settings(next(_ports), XVCOMM_DEVICE="rocm", XVCOMM_DEVICE_DIRECT=str(int(wanted != "off")))
-    told = run(FOLDER / "direct_rank.py", wanted, is_open=wanted != "refused", **more)
+    here = wanted[other_host.index]
+    more = job.settings(next(_ports), XVCOMM_DEVICE="rocm", XVCOMM_DEVICE_DIRECT=str(int(here != "off")))
+    told = run(FOLDER / "direct_rank.py", *wanted, is_open=here != "refused", **more)
     assert told.strip() == "all right"
 
 

@@ -346,6 +346,30 @@ def test_payload_may_come_in_any_order(world: World) -> None:
     assert world.domains[0].ordered == world.domains[1].ordered == [False, True, False]
 
 
+@pytest.mark.parametrize(("writes", "reads"), [("direct", "bytes"), ("registered", "direct")])
+def test_each_direction_is_decided_on_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch, writes: str, reads: str
+) -> None:
+    """One device that reads the memory badly keeps no ring from it that is received into, and the other way round."""
+    from xvcomm.backends.rdma import direct, trials
+
+    def try_device(device: Any, domain: Any, way: Any, options: Any) -> list[trials.Trial]:
+        bad = domain.name == "fake1"
+        return [
+            trials.Trial(domain.name, direction, grade if bad else "direct", "")
+            for direction, grade in ((trials.WRITES, writes), (trials.READS, reads))
+        ]
+
+    monkeypatch.setattr(direct, "try_device", try_device)
+    memory = direct.DirectMemory(FakeGpu(), world.domains, [None, None], {})  # type: ignore[arg-type]
+    assert memory.works
+    for producer, grade in ((False, writes), (True, reads)):
+        slots = memory.slots(4096, producer=producer)
+        assert (slots is not None) == (grade == "direct")
+        if slots is not None:
+            slots.close()
+
+
 @pytest.mark.parametrize(
     ("config", "env", "relaxed"),
     [

@@ -150,7 +150,8 @@ class Halves:
     def look(self) -> None:
         """Handle the rings that others have opened and this process has not.
 
-        For a producer's this side's half is made, so that its messages need not wait.
+        For a producer's this side's half is made, so that its messages need not wait; but not in host memory because no rail
+        of RDMA is up yet: this process waits for one when it opens the ring.
         """
         with self._lock:
             refused, self._refused = self._refused, {}
@@ -165,6 +166,8 @@ class Halves:
             self._turn_away(offer)
             return
         self._offers[offer.name] = offer
+        if self._cards is not None and self._cards.has_direct and not self._link(offer.link).direct:
+            return
         if offer.producer and offer.layout.size + sum(map(_bytes_of, list(self._early.values()))) <= _EARLY_BYTES:
             with contextlib.suppress(ResourceError):  # then it is made when it is opened
                 self._early[offer.name] = self._answer(offer), offer.group
