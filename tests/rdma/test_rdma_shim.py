@@ -28,7 +28,8 @@ def test_nothing_is_built_for_those_who_do_not_want_it(tmp_path: Path) -> None:
     env = {**os.environ, "RXE_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("skipped: the hosts with RDMA NICs are not built")
+    assert done.stdout.startswith(f"skipped: the hosts with RDMA NICs are not built in {tmp_path}: ")
+    assert "17 CPU minutes" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
