@@ -244,8 +244,8 @@ def last_words(comm):
         comm.recv(np.zeros(1), 1, channel=5)
         return None
     session = context(comm).session
-    await_that(lambda: "barrier" not in session.last_words(0))
-    words = session.last_words(0)
+    await_that(lambda: "barrier" not in session.liveness.last_words(0))
+    words = session.liveness.last_words(0)
     if comm.rank == 2:
         comm.send(np.zeros(1), 1)
     else:

@@ -417,10 +417,10 @@ def test_nothing_is_left_of_fifty(options):
 
 def decided_out(comm):
     """The others have lost rank 1, which lives: it is told, and they go on."""
-    session = context(comm).session
+    liveness = context(comm).session.liveness
     if comm.rank == 0:
-        gone = session.gone
-        with mock.patch.object(session, "gone", lambda rank: rank == 1 or gone(rank)):
+        gone = liveness.gone
+        with mock.patch.object(liveness, "gone", lambda rank: rank == 1 or gone(rank)):
             made, _ = shrunk(comm)
         works(made, [0, 2])
         return

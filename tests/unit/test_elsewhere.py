@@ -121,7 +121,7 @@ def test_a_stopped_store_is_followed_until_the_deadline(monkeypatch: pytest.Monk
 
 def follow(store: Store, deadline: Deadline = NEVER, **calls: Any) -> Elsewhere:
     """Begin to follow a store as rank 0 of two, on a host of its own."""
-    given = {"server": None, "transport": mock.Mock(), "lost": mock.Mock(), "told": mock.Mock(), **calls}
+    given = {"server": None, "transport": mock.Mock(), "losses": (), "lost": mock.Mock(), "told": mock.Mock(), **calls}
     return Elsewhere(store, 0, (0,), tried=1, timeout=10, deadline=deadline, **given)
 
 
@@ -207,9 +207,8 @@ def test_a_silent_store_of_this_host() -> None:
     """It is waited for, though a rank of another host is lost: its process is slow, and its end would be noticed."""
     store = SlowStore()
     store.go_on.set()
-    elsewhere = rank_0(store, server=0)
+    elsewhere = rank_0(store, server=0, losses={1})
     store.quiet = SOON
-    elsewhere.note_lost(1)
     elsewhere.look()
     assert not store.given_up
     elsewhere.close()
@@ -220,13 +219,14 @@ def test_a_store_that_is_out_of_reach_like_its_rank(silent_first: bool) -> None:
     """What waits for the store ends if that does not answer and the rank that is tried is lost; for neither alone."""
     store = SlowStore()
     store.go_on.set()
-    elsewhere = rank_0(store)
+    losses = set[int]()
+    elsewhere = rank_0(store, losses=losses)
     for silence in (silent_first, not silent_first):
         assert not store.given_up
         if silence:
             store.quiet = SOON
         else:
-            elsewhere.note_lost(1)
+            losses.add(1)
         elsewhere.look()
     assert store.given_up
     elsewhere.close()

@@ -125,7 +125,7 @@ class Attempt:
                 self._check()
             except PeerLost as error:
                 return self._settle(error)
-            gone = next((rank for rank in range(self._size) if session.gone(rank)), None)
+            gone = next((rank for rank in range(self._size) if session.liveness.gone(rank)), None)
             if gone is not None:
                 return self._settle(PeerLost(f"grow: {self._lost_rank(gone)}", peer=gone))
             if deadline.expired():
@@ -213,7 +213,7 @@ class Growing:
         if gone is not None:
             shrinking.decision = decision  # on which ranks may act that shrink
             raise PeerLost(
-                f"grow: {shrinking.name(gone)} is lost, {self._session.last_words(gone)}; go on without it by shrink()",
+                f"grow: {shrinking.name(gone)} is lost, {self._session.liveness.last_words(gone)}; go on without it by shrink()",
                 rank=self._session.rank, peer=gone, op="grow",
             )  # fmt: skip
         if decision.decided is not None:
@@ -281,11 +281,11 @@ class Growing:
     def _lost(
         self, old: Mapping[int, int], new: Mapping[int, JoinRequest], withdrawn: Mapping[int, str]
     ) -> Mapping[int, str]:
-        session = self._session
+        session, liveness = self._session, self._session.liveness
         lost = {
-            rank: f"grow: {self._shrinking.name(before)} is lost, {session.last_words(before)}; go on without it by shrink()"
+            rank: f"grow: {self._shrinking.name(before)} is lost, {liveness.last_words(before)}; go on without it by shrink()"
             for rank, before in old.items()
-            if session.gone(before)
+            if liveness.gone(before)
         }
         if not lost and session.rank == old[min(old)] and time.monotonic() - self._looked > _NEWCOMERS_SECONDS:
             ended = session.join_requests.ended(list(new.values()))

@@ -217,7 +217,7 @@ class Meetings:
                 info = context.session.infos[context.ranks[member]]
                 raise PeerLost(
                     f"subgroup {name!r} of ranks {_listed(mine.members)}: rank {member} on {info.hostname} closed the "
-                    f"communicator before it joined; {context.session.last_words(info.rank)}",
+                    f"communicator before it joined; {context.session.liveness.last_words(info.rank)}",
                     rank=context.session.rank, peer=info.rank, op="subgroup",
                 ) from None  # fmt: skip
 

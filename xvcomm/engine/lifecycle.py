@@ -307,7 +307,7 @@ class Lifecycle:
                 self.native.close()
             if self.contract is not None:
                 left = {self._ranks[r] for r in self.contract.departed()}
-                self._session.sweep_if_last([self._ranks[r] for r in self.contract.ranks], left, self._part)
+                self._session.liveness.sweep_if_last([self._ranks[r] for r in self.contract.ranks], left, self._part)
                 self.contract.close()
             self.contract = self._diagnosis.contract = self.native = None
 

@@ -40,7 +40,7 @@ def attach(session: Session, place: GuardedStore, key: str, maker: int, deadline
                 if deadline.expired():
                     raise
                 continue
-            words = session.last_words(maker)
+            words = session.liveness.last_words(maker)
             if left:
                 text = f"{where} left before it created its shared memory; {words}"
                 raise PeerLost(text, rank=session.rank, peer=maker) from error

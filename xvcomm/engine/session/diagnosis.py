@@ -282,7 +282,7 @@ class Diagnosis:
         return f"{self.name(reporter)} waited {whom}until its deadline: {told}"
 
     def _last_words(self, rank: int) -> str:
-        return self._session.last_words(self._ranks[rank])
+        return self._session.liveness.last_words(self._ranks[rank])
 
 
 def _differ(finder: int, other: int) -> int:

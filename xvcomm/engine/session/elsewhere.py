@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -100,19 +100,19 @@ class Elsewhere:
         timeout: seconds without a sign of a host after which it is lost.
         deadline: until the store must be followed.
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
+        losses: the ranks that are lost: once the store cannot be reached either, what waits for its answers ends.
         lost: called for a rank of another host that has died, with the reason.
         told: called for a rank of another host that has stopped or closed a communicator.
     """
 
     def __init__(
         self, store: Store, rank: int, neighbours: Collection[int], server: int | None, tried: int, timeout: float,
-        deadline: Deadline, transport: Callable[[int], Transport], lost: Callable[[int, str], None],
+        deadline: Deadline, transport: Callable[[int], Transport], losses: Container[int], lost: Callable[[int, str], None],
         told: Callable[[int, Stop | Departure], None],
     ) -> None:  # fmt: skip
         self._store, self._rank, self._neighbours, self._server, self._tried = store, rank, neighbours, server, tried
-        self._transport, self._lost, self._told, self._over = transport, lost, told, False
+        self._transport, self._losses, self._lost, self._told, self._over = transport, losses, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
-        self._apart = False  # whether the rank that is tried cannot be reached
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
         self._begin = partial(store.notices, _PLACE, died, silent, self._patience, deadline)
         self._begun: Future[Notices | None] = Future()
@@ -162,12 +162,9 @@ class Elsewhere:
         if doubts and not self._doubts:
             self._transport(self._tried).doubt(self._tried, silence)
         self._doubts = doubts
-        if doubts and self._apart and self._server not in self._neighbours:  # else its process is only slow or stopped
+        # Of this host its process is only slow or stopped.
+        if doubts and self._tried in self._losses and self._server not in self._neighbours:
             self._store.give_up()
-
-    def note_lost(self, rank: int) -> None:
-        """A rank cannot be reached: once the store cannot either, what waits for its answers ends."""
-        self._apart = self._apart or rank == self._tried
 
     def _announce(self) -> None:
         notices = self._following()

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -27,6 +27,7 @@ from xvcomm.engine.session.grown_job import GrownJob, part
 from xvcomm.engine.session.join_requests import JoinRequests
 from xvcomm.engine.session.joining import Joining, host_identity
 from xvcomm.engine.session.journal import Journal
+from xvcomm.engine.session.liveness import Liveness
 from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.reach import Reach
@@ -35,9 +36,8 @@ from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.succession import Succession, spare_ports
 from xvcomm.engine.session.supervision import Supervision
-from xvcomm.engine.session.watchdog import Rounds, Watchdog, WatchedProcess
+from xvcomm.engine.session.watchdog import Rounds, Watchdog
 from xvcomm.errors import PeerLost, XvcommError
-from xvcomm.memory.segment import sweep
 from xvcomm.rendezvous.store.guarded import GuardedStore, cause
 from xvcomm.rendezvous.store.join import ended, join_barrier, refuse
 from xvcomm.rendezvous.store.moving import MovingStore
@@ -56,11 +56,12 @@ class Session:
         explaining: says why the job hangs.
         store: of the job, whichever process serves it.
         succession: finds it again if that process ends.
+        liveness: knows which ranks are lost or have left.
         peer_rings: exports and imports of GPU memory for rings.
         neighbours: the ranks of this host, including this one.
         name: of the job, equal on all ranks.
         numbers: of all ranks, as programs know them; see `GrownJob`.
-        supervision: its communicators, and which ranks are lost.
+        supervision: its communicators.
         join_requests: of processes that want to join.
         grown: what this job knows of the one that has grown into it; None if there is none.
         at_close: takes a function for `close` to call, before those that it took earlier.
@@ -91,7 +92,10 @@ class Session:
         self.at_close = self._cleanup.callback
         self.job = f"{config.job or 'job'}-{secrets.token_hex(4)}"
         spare = spare_ports(config) if size > 1 else ()
-        self.succession = Succession(self.store, rank, spare, self.gone, self._stricken, self._lose_silent)
+        self.succession = Succession(
+            self.store, rank, spare, lambda r: self.liveness.gone(r), lambda r: self.liveness.stricken(r),
+            lambda r: self.liveness.lose_silent(r),
+        )  # fmt: skip
         self._cleanup.callback(self.succession.close)
         self._cleanup.callback(self.store.close)
         self.numbers = tuple(range(size)) if grown is None else grown.numbers
@@ -109,8 +113,6 @@ class Session:
         self.join_requests.meet(rank, self._joined)
         serving = next((rank for rank, joined in enumerate(self._joined) if joined.serves), None)
         self.succession.open([j.successor for j in self._joined], serving)
-        shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
-        self.peer_rings = PeerRings(shared, self.gone)
         self.neighbours = tuple(i.rank for i in self.infos if i.host == mine.info.host)
         self._reach = Reach(self.transports, self._joined, rank)
         self.recorders = Recorders(
@@ -118,9 +120,15 @@ class Session:
         )
         self.explaining = Explaining(self.recorders, config, self.name, rank, size, self.history)
         self._cleanup.callback(self.explaining.close)
+        self.liveness = Liveness(
+            self._joined, rank, self.neighbours, config, self._presence, self.journal, self.supervision, self._reach,
+            self.recorders, self.explaining, self.succession,
+        )  # fmt: skip
+        shared = self.device if isinstance(self.device, SupportsPeerMemory) else None
+        self.peer_rings = PeerRings(shared, self.liveness.gone)
         atexit.register(self._at_exit)
         forking.register(self)
-        self._start(mine, deadline)
+        self._start(deadline)
 
     def _introduce(self, join: Store) -> Joining:
         """Determine this rank's device and transports; if that fails, tell the others not to wait for it."""
@@ -142,9 +150,9 @@ class Session:
             RingSizes.of(config), secrets.token_bytes(KEY_BYTES) if self.rank == 0 else b"",
         )  # fmt: skip
 
-    def _start(self, mine: Joining, deadline: Deadline) -> None:
-        self._place = self.guarded(f"journal/{self.neighbours[0]}", self._check_neighbours)
-        following = self.guarded("comm/0", self._check_neighbours)
+    def _start(self, deadline: Deadline) -> None:
+        self._place = self.guarded(f"journal/{self.neighbours[0]}", self.liveness.check_neighbours)
+        following = self.guarded("comm/0", self.liveness.check_neighbours)
         leaving = self._cleanup.enter_context(contextlib.ExitStack())  # entered first, so after what was sent has come
         for transport in self.transports:
             self._cleanup.callback(transport.close)
@@ -154,12 +162,7 @@ class Session:
                 self._join_transports()
                 self._listen_elsewhere(deadline)
                 leaving.callback(self._leave_elsewhere)
-                watched = [
-                    WatchedProcess(j.info.rank, j.info.pid if j.processes == mine.processes else None, j.byte)
-                    for j in self._joined
-                    if j.info.rank in self.neighbours and j.info.rank != self.rank
-                ]
-                watchdog = Watchdog(watched, self._presence, self._on_exit, self._look)
+                watchdog = Watchdog(self.liveness.watched(), self._presence, self.liveness.note_exit, self._look)
                 with contextlib.ExitStack() as failing:
                     failing.callback(watchdog.close)
                     places = [self._joined[r].processes for r in self.neighbours]
@@ -168,7 +171,7 @@ class Session:
                     for transport in self.transports:
                         self._cleanup.callback(transport.expose, 0)
                         transport.expose(self.journal.recorder.handle)
-                    self._cleanup.callback(self.sweep_if_last, self.neighbours, (self.rank,))
+                    self._cleanup.callback(self.liveness.sweep_if_last, self.neighbours, (self.rank,))
                     self._cleanup.callback(self.explaining.close)  # what it reads is closed later
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
@@ -202,11 +205,12 @@ class Session:
 
     def _listen_elsewhere(self, deadline: Deadline) -> None:
         """Begin to follow what the store tells of other hosts, as far as any of their ranks are left."""
-        others = [r for r in range(self.size) if r not in self.neighbours and not self.gone(r)]
+        others = [r for r in range(self.size) if r not in self.neighbours and not self.liveness.gone(r)]
         server = self.succession.server
         self._elsewhere = None if not others else Elsewhere(
             self.store, self.rank, self.neighbours, server, server if server in others else others[0],
-            self.config.peer_timeout, deadline, self._reach.transport, self._lose_elsewhere, self.supervision.hear,
+            self.config.peer_timeout, deadline, self._reach.transport, self.supervision.lost, self.liveness.lose,
+            self.supervision.hear,
         )  # fmt: skip
 
     def follow_store(self, deadline: Deadline) -> None:
@@ -241,8 +245,8 @@ class Session:
         """Let the transports begin that this rank needs for any other."""
         needed = {self._reach.scheme(r) for r in range(self.size) if r != self.rank}
         membership = Membership(
-            self.rank, self.size, len(self.neighbours), self._meeting, self._joined[0].key, self._lose_elsewhere,
-            self._on_left, self.device, plugins.cards,
+            self.rank, self.size, len(self.neighbours), self._meeting, self._joined[0].key, self.liveness.lose,
+            self.liveness.note_left, self.device, plugins.cards,
         )  # fmt: skip
         for transport in self.transports:
             if transport.capabilities().scheme in needed:
@@ -254,9 +258,7 @@ class Session:
             with contextlib.suppress(XvcommError):  # before the names are removed, so that the others report this error
                 self._place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
             with contextlib.suppress(OSError):
-                for rank in self.neighbours:
-                    if rank == self.rank or rank in self.supervision.lost:
-                        self.sweep(rank)
+                self.liveness.sweep_lost()
 
     def guarded(self, prefix: str, check: Callable[[], None]) -> GuardedStore:
         """A part of the job's store in which waits end when `check` raises, or the rank that serves the store dies."""
@@ -269,7 +271,7 @@ class Session:
 
     def _check_server(self) -> None:
         """Raise PeerLost if the rank is gone that serves the store; called when the store cannot be reached."""
-        if self.gone(self.succession.suspect):
+        if self.liveness.gone(self.succession.suspect):
             text = f"{self.server_lost()}; go on without it by shrink(), or restart the job"
             raise PeerLost(text, rank=self.rank, peer=self.succession.suspect)
 
@@ -277,7 +279,9 @@ class Session:
         """Error text for the loss of the rank that serves the store."""
         rank = self.succession.suspect
         where, how = self.infos[rank].hostname, "left" if self.journal.left(rank) else "was lost"
-        return f"rank {rank} of the job on {where}, which served the job's store, {how}; {self.last_words(rank)}"
+        return (
+            f"rank {rank} of the job on {where}, which served the job's store, {how}; {self.liveness.last_words(rank)}"
+        )
 
     @contextlib.contextmanager
     def telling(self, place: GuardedStore) -> Iterator[None]:
@@ -288,11 +292,6 @@ class Session:
             with contextlib.suppress(XvcommError):
                 place.fail(cause(error, self.rank, self.infos[self.rank].hostname))
             raise
-
-    def _check_neighbours(self) -> None:
-        for rank in list(self.supervision.lost):
-            text = f"rank {rank} on {self.infos[rank].hostname} died while it joined"
-            raise PeerLost(text, rank=self.rank, peer=rank)
 
     def member(self, rank: int) -> Member:
         """The properties of a rank that determine its rings."""
@@ -310,31 +309,6 @@ class Session:
         """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
         return with_ways(self.journal.recorder.history(), self.supervision.contexts())
 
-    def _on_exit(self, rank: int) -> None:
-        """A process of this host has ended: stop every communicator that contains it."""
-        if not self.journal.left(rank):
-            # If it left regularly, its messages and abort words can still be read.
-            with contextlib.suppress(OSError):  # out of descriptors: the last rank that leaves removes them too
-                self.sweep(rank)
-        words, left = self.last_words(rank), self.journal.left(rank)
-        self.supervision.note_lost(rank, words)
-        if not left:
-            first = next((r for r in self.neighbours if not self._gone_by_now(r)), self.rank)
-            self.explaining.note_death(rank, writes=first == self.rank)
-        self.supervision.lose(rank)
-
-    def _lose_elsewhere(self, rank: int, why: str) -> None:
-        """A process of another host has ended or cannot be reached: stop every communicator that contains it."""
-        self.supervision.note_lost(rank, self.supervision.lost.get(rank, why))
-        self.supervision.lose(rank)
-        if self._elsewhere is not None:
-            self._elsewhere.note_lost(rank)
-
-    def _on_left(self, rank: int) -> None:
-        """A rank of another host has closed its session."""
-        self.journal.note_left(rank)
-        self.supervision.note_left(rank)
-
     def announce(self, news: Stop | Departure, ranks: Collection[int]) -> None:
         """Tell those of a communicator's ranks that are on other hosts what became of it on this one, if the store can."""
         if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
@@ -346,66 +320,11 @@ class Session:
 
     def _look(self) -> None:
         self.succession.look()
-        for rank in self.neighbours:
-            # A rank that left before it had mapped the communicator's contract check could not publish its leaving there.
-            if rank != self.rank and rank not in self.supervision.left and self.journal.left(rank):
-                self.supervision.note_left(rank)
+        self.liveness.look()
         if self._elsewhere is not None:
             self._elsewhere.look()
         self.explaining.look()
         self.supervision.watch_over(lambda context: context.look())
-
-    def sweep(self, rank: int, part: str = "") -> None:
-        """Remove the names of the segments that a rank of this host created; `part` selects a communicator."""
-        sweep(self.config.shm_dir, self._joined[rank].job + part)
-
-    def sweep_if_last(self, ranks: Iterable[int], left: Collection[int], part: str = "") -> None:
-        """Remove the names of segments that some ranks have not mapped, once none of the ranks exists any more.
-
-        Args:
-            ranks: the ranks that may map them.
-            left: those of them that have left.
-            part: selects a communicator.
-        """
-        if all(r in left or self._gone_by_now(r) for r in ranks):
-            with contextlib.suppress(OSError):  # out of descriptors: that must not make a regular close fail
-                for rank in ranks:
-                    self.sweep(rank, part)
-
-    def gone(self, rank: int) -> bool:
-        """Whether a rank of this host has died or closed its communicators."""
-        return rank in self.supervision.lost or self.journal.left(rank)
-
-    def _gone_by_now(self, rank: int) -> bool:
-        """As `gone`, also if the watchdog has not reported it yet, or will not, since the session ends."""
-        return self.gone(rank) or not self._presence.held(self._joined[rank].byte)
-
-    def last_words(self, rank: int) -> str:
-        """The last operation of a rank as text, for error messages; of a rank of another host also the connections to it."""
-        lost = self.supervision.lost
-        words = lost[rank] if rank in lost else self.recorders.words(rank)
-        connections = "" if rank in self.neighbours else self._reach.transport(rank).connections(rank)
-        return f"{words}; connections from {self.infos[self.rank].hostname}: {connections}" if connections else words
-
-    def _stricken(self, rank: int) -> bool:
-        """Whether a rank of the same host is lost."""
-        return self.infos[rank].host in {self.infos[other].host for other in list(self.supervision.lost)}
-
-    def doubt(self, ranks: Sequence[int]) -> None:
-        """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
-        elsewhere = [rank for rank in ranks if rank not in self.neighbours]
-        ended = self.succession.ended(elsewhere) if self.succession.generation else ()
-        for rank in elsewhere:
-            if rank in ended:
-                self._lose_elsewhere(rank, "nothing listens any more where it did")
-            else:  # the silence of a whole host has been waited for already
-                silence = self.config.peer_timeout if self._stricken(rank) else 0.0
-                self._reach.transport(rank).doubt(rank, silence)
-
-    def _lose_silent(self, rank: int) -> None:
-        """A rank's host has not answered there where it would serve the store."""
-        if rank not in self.neighbours and not self._reach.transport(rank).answers(rank):
-            self._lose_elsewhere(rank, "its host does not answer, as other ranks of it do not")
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""

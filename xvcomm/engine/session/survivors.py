@@ -156,7 +156,7 @@ class _Round:
                 return self._give_up(left)
             if self._doubting != left[0] and time.monotonic() - self._begun > _DOUBT_SECONDS:
                 self._doubting = left[0]
-                session.doubt(self._missing(left if leads else left[:1]))
+                session.liveness.doubt(self._missing(left if leads else left[:1]))
         return None
 
     def _left(self) -> list[int]:
@@ -177,7 +177,7 @@ class _Round:
     def _lost(self) -> set[int]:
         """The ranks that are gone, as far as this one knows."""
         own = self._session.rank
-        self._gone.update(rank for rank in self._ranks if rank != own and self._session.gone(rank))
+        self._gone.update(rank for rank in self._ranks if rank != own and self._session.liveness.gone(rank))
         return self._gone
 
     def _follow(self) -> Decision | None:
