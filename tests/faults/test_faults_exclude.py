@@ -6,14 +6,12 @@ from unittest import mock
 import pytest
 from shrinking import shrunk, works
 
+from xvcomm.engine.session.survivors import DISCORD_SECONDS
 from xvcomm.errors import Aborted, DeadlineExceeded
 from xvcomm.rendezvous.store.tcp import TcpStore
 from xvcomm.testing.inside import context
 from xvcomm.testing.signals import Signals, await_that
 from xvcomm.testing.world import World
-
-_SETTLED = 2.5
-"""Seconds after which ranks that do not reach each other decide who goes on."""
 
 
 def await_come(group, *ranks):
@@ -52,7 +50,7 @@ def excluded_first(comm, timeout):
         if timeout is not None:
             signals.hear("gave up", [0])
         await_come(group, 0, 1)
-        time.sleep(_SETTLED)
+        time.sleep(DISCORD_SECONDS + 0.5)  # rank 0 could decide by now
         made, _ = shrunk(group, exclude=[0])
     if comm.rank:
         works(made, [1, 2])

@@ -1,5 +1,6 @@
 """Fixtures of the tests between hosts: two network namespaces with two links between them."""
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -82,6 +83,13 @@ class TwoHosts(Hosts):
         mend.start()
         self.unharmed(ranks)
         mend.join()
+
+    def queues(self, side):
+        """The bytes that each connection between ranks has received and nobody reads, and those that are not acknowledged."""
+        command = ("ip", "netns", "exec", self.namespace(side), "ss", "-tnH", "state", "established")
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        lines = [line.split()[:4] for line in text.splitlines() if ":29711" not in line]  # of the store
+        return {(here, there): (int(received), int(sent)) for received, sent, here, there in lines}
 
     def mute(self, side, link):
         """Let nothing arrive any more that a host sends over a link; the other direction works."""

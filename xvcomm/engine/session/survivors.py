@@ -18,7 +18,7 @@ from xvcomm.types.deadline import Deadline
 _LOOK_SECONDS, _PAUSE_SECONDS = 0.1, 0.02
 _DOUBT_SECONDS = 0.3
 """After this time a rank of another host that has not come is tried: the store may not tell of its end."""
-_DISCORD_SECONDS = 2.0
+DISCORD_SECONDS = 2.0
 """How long the ranks that have come may take to agree on whether one of them is lost, before some are left out."""
 
 
@@ -222,7 +222,7 @@ class _Round:
 
     def _settled(self) -> bool:
         """Whether ranks that have come, and do not reach each other, have had time to find out which of them is lost."""
-        return self._deadline.expired() or time.monotonic() - self._begun > _DISCORD_SECONDS
+        return self._deadline.expired() or time.monotonic() - self._begun > DISCORD_SECONDS
 
     def _give_up(self, left: Sequence[int]) -> Decision:
         """The decision once this rank's deadline has passed: the first rank for which it has finds out who is missing.
@@ -230,7 +230,7 @@ class _Round:
         Raises:
             DeadlineExceeded: others leave this rank out, and have longer to agree; or they leave out other ranks than this one.
         """
-        settling, own = Deadline.after(_DISCORD_SECONDS), self._session.rank
+        settling, own = Deadline.after(DISCORD_SECONDS), self._session.rank
         missing = self._missing(left)
         came = {rank: self._arrival(rank, settling) for rank in left if rank not in missing}
         if (by := self._unwanted(came)) is not None:
@@ -258,7 +258,7 @@ class _Round:
         token, own = secrets.token_hex(4), self._session.rank
         mine = Decision(tuple(members), tuple(late), token, own, tuple(newcomers), decided)
         # Beyond the deadline, since the others are to learn of it.
-        settling = Deadline.after(max(self._deadline.left(), _DISCORD_SECONDS))
+        settling = Deadline.after(max(self._deadline.left(), DISCORD_SECONDS))
         return _decode_decision(self._place.decide("decision", msgspec.msgpack.encode(mine), settling))
 
     def _missing(self, left: Sequence[int]) -> list[int]:
