@@ -113,10 +113,9 @@ def one() -> Iterator[Begin]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def alone(one: Begin, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of one numpy process with as many sequences per step as two replicas of four micro-batches."""
-    folder = tmp_path_factory.mktemp("alone")
-    return train(folder, sys.executable, TRAIN, *SMALL, "--micro-batches", "8")[1]
+    return train(tmp_path_factory.mktemp("alone"), *SMALL, "--micro-batches", "8", begin=one)[1]
 
 
 def assert_like(losses: list[float], alone: list[float]) -> None:
@@ -279,13 +278,10 @@ typer.run(train.main)
 """
 
 
-def elastic(folder: Path, script: str) -> list[dict]:
+def elastic(folder: Path, begin: Begin, *command: str) -> list[dict]:
     """The steps of an elastic run on four ranks."""
-    options = "-n", "4", "--survive", "--max-restarts", "1"
     sizes = *SMALL[:-1], str(ELASTIC_STEPS), "--micro-batches", "2"
-    code, out = run(
-        sys.executable, "-m", "xvcomm", "run", *options, "--", script, *sizes, "--elastic", "--out", str(folder)
-    )
+    code, out = begin(*command, *sizes, "--elastic", "--out", str(folder))
     assert code == 0, out
     header, *steps = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     assert header["dp"] == 4
@@ -320,12 +316,15 @@ def test_elastic(tmp_path: Path) -> None:
     """A rank that is killed costs its samples and nothing else, until it is back."""
     script = tmp_path / "disturbed.py"
     script.write_text(DISTURBED)
-    disturbed, usual = elastic(tmp_path / "disturbed", str(script)), elastic(tmp_path / "usual", TRAIN)
-    ranks = [step["ranks"] for step in disturbed]
-    assert ranks == [
+    launcher = sys.executable, "-m", "xvcomm", "run", "-n", "4", "--survive", "--max-restarts", "1", "--"
+    disturbed = elastic(tmp_path / "disturbed", run, *launcher, str(script))
+    with ranks("host:4") as begin:
+        usual = elastic(tmp_path / "usual", begin)
+    there = [step["ranks"] for step in disturbed]
+    assert there == [
         [0, 1, 2, 3] if not KILLED <= i < KILLED + AWAY else [0, 2, 3] for i in range(1, ELASTIC_STEPS + 1)
     ]
-    code, out = run(sys.executable, "-c", REFERENCE, json.dumps(ranks))
+    code, out = run(sys.executable, "-c", REFERENCE, json.dumps(there))
     assert code == 0, out
     losses, undisturbed = [step["loss"] for step in disturbed], [step["loss"] for step in usual]
     assert losses == pytest.approx([float(line) for line in out.split()], rel=1e-4)

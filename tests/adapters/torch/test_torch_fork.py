@@ -192,6 +192,7 @@ def processes():
             assert squares.get(60) == [0, 1, 4, 9, 16, 25]
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["torch"])
     dist.init_process_group("xvcomm")
     for part in (exit, destroy, daemon, loader, processes):
         goes_on()
