@@ -14,6 +14,7 @@ from xvcomm.engine.context import Context
 from xvcomm.engine.inflight.batch import Batch
 from xvcomm.engine.inflight.tracker import Tracker
 from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.trace.format import Stage
 from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
@@ -56,6 +57,7 @@ class Job:
     def __init__(self, looked: float = A_WHILE_AGO) -> None:
         self.absent: set[int] = set()
         self.device = SimpleNamespace(adopt=lambda handle: Stream())
+        self.recorder = SimpleNamespace(following=0)
         self.told: list[Operation] = []
         self.tracker = Tracker(cast(Context, self))
         self.begin = time.monotonic()
@@ -77,7 +79,8 @@ class Job:
     def add(self, seconds: float, sequence: int, *ends: End, peer: int = NO_PEER) -> Batch:
         """Add one operation, which is complete when `ends` have completed one message."""
         name = OpCode.ALL_REDUCE if peer == NO_PEER else OpCode.RECV
-        operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer)
+        operation = Operation(name, sequence, Message(+name, 0, 0, 0, 0), peer, sequence)
+        self.recorder.following = sequence + 1
         used = [(cast(RingEnd, end), 1, operation) for end in ends]
         stream = cast(Any, Stream())
         return self.tracker.add(Batch([operation], self.deadline(seconds), used, stream=stream, event=stream))
@@ -227,3 +230,30 @@ def test_state_of_ended_streams_is_freed(job: Job, monkeypatch: pytest.MonkeyPat
     assert all(batch.over for batch in kept) and not job.tracker
     kept.clear()
     assert not job.tracker._streams
+
+
+def test_what_is_known_of_operations_under_way(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is not queried for it."""
+    batches = [job.add(IN_TIME, number, *ends, peer=1) for number, ends in enumerate([(End(1),), (End(0),), ()])]
+    job.tracker._looked = time.monotonic()
+    assert not job.tracker.progress().stretches, "they have just begun"
+    for batch in batches:
+        batch.added += A_WHILE_AGO
+    found = [(stretch.records, stretch.passed, stretch.following) for stretch in job.tracker.progress().stretches]
+    assert found == [([], [0], 1), ([1], [], 2), ([2], [], 3)]
+    job.tracker._looked += 2 * A_WHILE_AGO
+    assert job.tracker.progress().others == {1: Stage.UNANSWERED, 2: Stage.UNANSWERED}
+
+
+def test_the_newest_operation_before_a_reached_event(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "held_up", False)
+    stream = cast(Any, Stream())
+    reached = {"first"}
+    monkeypatch.setattr(Stream, "reached", lambda self, event: event.name in reached)
+    for number, name in enumerate(("first", "second")):
+        operation = Operation(OpCode.SEND, number, Message(+OpCode.SEND, 0, 0, 0, 0), 1, 10 + number)
+        event = cast(Any, SimpleNamespace(name=name, captured=0))
+        batch = job.tracker.add(Batch([operation], job.deadline(IN_TIME), [], stream=stream, event=event))
+        batch.added += A_WHILE_AGO
+    job.tracker.look()
+    assert job.tracker.progress().reached == {(7, 0): 10}

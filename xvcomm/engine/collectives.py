@@ -23,7 +23,8 @@ from xvcomm.engine.staging import Staging
 from xvcomm.memory import array
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.trace.callsite import find_call_site
-from xvcomm.trace.operation import Operation
+from xvcomm.trace.format import Stage
+from xvcomm.trace.operation import NO_PEER, Operation
 
 _CLOSE_SECONDS = 2.0
 _INSIDE, _INSIDE_AGAIN = 3, 2
@@ -97,6 +98,7 @@ class HostCollectives(Collectives):
         super().__init__(context)
         self._gate = HostGate(context)
         self._worker = OrderedWorker(f"xvcomm-{context.path}")
+        context.stages.append(self._stages)
         context.lifecycle.on_close(self._close)
 
     def again(self, key: Key, src: ArrayView, dst: ArrayView, timeout: float, stream: Any) -> bool:
@@ -146,6 +148,12 @@ class HostCollectives(Collectives):
             self._context.admit(src)
         if dst is not None and dst is not src and (dst.device != kind or kind != "host"):
             self._context.admit(dst)
+
+    def _stages(self) -> dict[int, Stage]:
+        """While the worker has collectives, all others wait behind them."""
+        if not self._worker.pending:
+            return {}
+        return {operation.record: Stage.WORKER for operation in self._context.under_way() if operation.peer == NO_PEER}
 
     def _submit(self, call: CollectiveRequest) -> Future[Any]:
         def run() -> Any:

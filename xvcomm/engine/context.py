@@ -28,9 +28,10 @@ from xvcomm.memory.segment import Segment
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.trace.callsite import find_call_site
 from xvcomm.trace.contract import ContractCheck
-from xvcomm.trace.format import DONE, Record, Share, State
+from xvcomm.trace.format import DONE, Record, Share, Stage, State
 from xvcomm.trace.operation import ANY_PEER, NO_PEER, Operation
 from xvcomm.trace.recorder import hooks
+from xvcomm.trace.stages import Progress
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology, check_kinds
@@ -50,6 +51,7 @@ class Context:
         asynchronous: whether the host enqueues operations without waiting; `tracker` has those under way.
         sequence, place: number of the next collective; address of the contract check, see `ContractCheck.place`.
         lifecycle: whether operations may begin, and what stops them.
+        stages: functions that know how far operations are which the device does not have, by their records.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Context:
         self.ident = zlib.crc32(path.encode()) & 0x7FFFFFFF
         self.enqueueing = threading.Lock()
         self.sequence = 0
+        self.stages: list[Callable[[], dict[int, Stage]]] = []
+        self._seen: set[Operation] = set()
         self.launches = LaunchCache(enabled=bool(session.config.compiled_launch))
         self._made_by = made_by
         self.store = session.guarded(f"comm/{path}", self.check)
@@ -299,6 +303,27 @@ class Context:
             if self.lifecycle.look() and self.asynchronous:
                 self.tracker.stop_late()
                 self._failures.look()
+
+    def under_way(self) -> list[Operation]:
+        """The operations that Python has begun and that have not ended; what stands for compiled code has no number."""
+        return [user for user in list(self._users) if isinstance(user, Operation) and user.sequence >= 0]
+
+    def progress(self) -> Progress:
+        """See `Supervised.progress`."""
+        with self.lifecycle.lock:  # so that no ring is unmapped meanwhile
+            if self.lifecycle.closed:
+                return Progress()
+            found = self.tracker.progress()
+            others = {number: stage for known in self.stages for number, stage in known().items()}
+            return found._replace(others={**found.others, **self._called(), **others})
+
+    def _called(self) -> dict[int, Stage]:
+        """Those that the host has not enqueued yet, and had not when this was called last."""
+        if not self.asynchronous:
+            return {}
+        seen, self._seen = self._seen, set(self.under_way())
+        enqueued = self.tracker.operations() if seen & self._seen else ()
+        return {operation.record: Stage.CALLED for operation in (seen & self._seen).difference(enqueued)}
 
     def after_fork(self) -> None:
         """End in a forked child."""

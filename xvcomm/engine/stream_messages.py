@@ -22,6 +22,7 @@ from xvcomm.engine.request import MessageRequest
 from xvcomm.memory import array
 from xvcomm.memory.ring import RingEnd
 from xvcomm.trace.callsite import find_call_site
+from xvcomm.trace.format import Stage
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class StreamMessages(Messages):
         self._launch_gate = LaunchGate(context, context.enqueueing)
         self._find: Callable[[Hashable], Launch | None] = context.launches.find
         self._admission = AdmissionQueue(context.tracker, self._go)
+        context.stages.append(self._stages)
         context.lifecycle.on_close(self._admission.close)
 
     def run_alone(self, t: MessageRequest) -> None:
@@ -77,6 +79,9 @@ class StreamMessages(Messages):
         self._run(transfers)
         if ordered and launch is None and len({t.channel for t in transfers}) == 1:
             self._prepare(transfers, key)
+
+    def _stages(self) -> dict[int, Stage]:
+        return {t.operation.record: Stage.HELD for t in self._admission.held() if t.operation is not None}
 
     def _make_way(self, ends: Collection[RingEnd], deadline: Deadline, user: Stream) -> None:
         """Launch queued messages of these rings first; before a capture at once."""

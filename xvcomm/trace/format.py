@@ -33,8 +33,41 @@ class State(enum.IntEnum):
     FAILED = 3
 
 
+class Stage(enum.IntEnum):
+    """What is known of an operation that has not ended; a watchdog notes it, so it may be some tenths of a second old."""
+
+    UNKNOWN = 0
+    HELD = 1
+    CALLED = 2
+    WORKER = 3
+    ENQUEUED = 4
+    RUNNING = 5
+    TOGETHER = 6
+    OVER = 7
+    UNANSWERED = 8
+
+    @property
+    def words(self) -> str:
+        """For a person; empty if nothing is known."""
+        return _STAGES[self]
+
+
+_STAGES = {
+    Stage.UNKNOWN: "",
+    Stage.HELD: "held back by the host (deferred queue)",
+    Stage.CALLED: "not yet enqueued by the host",
+    Stage.WORKER: "run by the host's worker thread",
+    Stage.ENQUEUED: "enqueued behind earlier work of its stream",
+    Stage.RUNNING: "running: all earlier operations of its stream are over",
+    Stage.TOGETHER: "running, or enqueued together with one that runs",
+    Stage.OVER: "done, not reported yet",
+    Stage.UNANSWERED: "enqueued on a device whose driver does not answer",
+}
+
 # As plain integers: of an enumeration's member, arithmetic and compiled code first look up the value.
 POSTED, DONE, FAILED = (int(state) for state in State)
+STATE, STAGE_BITS = 0xFF, 8
+"""The word of an operation's state has its `State` in the lowest bits, and above them its `Stage`."""
 
 
 class Life(enum.IntEnum):
@@ -65,8 +98,8 @@ class Share(NamedTuple):
 class Record:
     """One operation.
 
-    Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`. What follows the call site
-    is not recorded, and empty where the reader does not know it: `way` is what carries the operation, the native library, the
+    Times are nanoseconds since the epoch; `tag` is -1 where there is none, `peer` as in `Operation`. `way` and `shares`
+    are not recorded, and empty where the reader does not know it: `way` is what carries the operation, the native library, the
     transport, or both, `nccl + tcp`; `shares` is what connections to other hosts have carried of it.
     """
 
@@ -83,6 +116,7 @@ class Record:
     call_site: str
     way: str = ""
     shares: tuple[Share, ...] = ()
+    stage: Stage = Stage.UNKNOWN
 
     def describe(self) -> str:
         """`all_reduce #12 by nccl of 4096 x float32 at train.py:120 (in progress)`, and behind it `shares`."""
@@ -90,6 +124,7 @@ class Record:
         what = f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
         peer = f" with rank {self.peer}" if self.peer >= 0 else ""
         state = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}[State(self.state)]
+        state += f": {self.stage.words}" if self.stage else ""
         over = f" over {'; '.join(map(str, self.shares))}" if self.shares else ""
         of = "" if self.op == OpCode.PROBE else f" of {what}"
         way = f" by {self.way}" if self.way else ""
@@ -156,6 +191,7 @@ class Answer(NamedTuple):
 
 WORDS = tuple(field.name for field in fields(Record) if field.type == "int")
 """Names of a record's words, in their order."""
+_STATE_AT = WORDS.index("state")
 _RECORD = struct.Struct(f"<{len(WORDS)}q{CALL_SITE_BYTES}s")
 RECORD_BYTES = _RECORD.size
 STACK_NANOSECONDS = 500_000_000
@@ -183,7 +219,9 @@ def read_record(memory: memoryview, number: int) -> Record:
 def parse_record(memory: bytes | memoryview, offset: int = 0) -> Record:
     """The record at an offset."""
     *numbers, call_site = _RECORD.unpack_from(memory, offset)
-    return Record(*(*numbers, call_site.rstrip(b"\0").decode(errors="replace")))
+    stage, numbers[_STATE_AT] = numbers[_STATE_AT] >> STAGE_BITS, numbers[_STATE_AT] & STATE
+    where = call_site.rstrip(b"\0").decode(errors="replace")
+    return Record(*(*numbers, where, "", (), Stage(stage)))
 
 
 def read_life(memory: memoryview) -> Life:
@@ -203,7 +241,7 @@ def read_history(memory: memoryview, wanted: int | None = None) -> list[Record]:
     """
     words, kept = memory.cast("q"), capacity(memory)
     count, most = words[1], wanted or kept
-    states = words[RECORDS_AT // 8 + WORDS.index("state") :: RECORD_BYTES // 8]
+    states = words[RECORDS_AT // 8 + _STATE_AT :: RECORD_BYTES // 8]
     newest = max(0, count - min(kept, most))
-    pending = [n for n in range(max(0, count - kept), newest) if states[n % kept] == POSTED]
+    pending = [n for n in range(max(0, count - kept), newest) if states[n % kept] & STATE == POSTED]
     return [read_record(memory, n) for n in (*pending[-most:], *range(newest, count))]

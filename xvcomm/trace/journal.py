@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Iterable
 
 import msgspec
 
@@ -15,7 +16,7 @@ from xvcomm.trace.format import read_history, read_life, read_written, region_by
 from xvcomm.trace.snapshot import RankState, Snapshot
 from xvcomm.types.topology import RankInfo
 
-MAGIC = b"xvcomm journal 3"
+MAGIC = b"xvcomm journal 4"
 _HEAD = struct.Struct(f"<{len(MAGIC)}sq")
 _ALIGNED = 128
 
@@ -87,6 +88,11 @@ def state(region: memoryview, wanted: int | None = None) -> RankState:
     return RankState(
         read_life(region), groups=groups.read(region), records=records, dropped=dropped, grades=grades.read(region)
     )
+
+
+def clock(regions: Iterable[memoryview]) -> int:
+    """By how many nanoseconds the clock of rank 0's host is ahead, as a rank of this host has noted last; 0 if none has."""
+    return max(tuple(region.cast("q")[3:5]) for region in regions)[1]
 
 
 def _begin(length: int) -> int:

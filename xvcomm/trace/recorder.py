@@ -10,12 +10,12 @@ import ctypes
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numba import types
 
-from xvcomm.jit.atomics import clock, copy_bytes, load, load_acquire, store, store_release
+from xvcomm.jit.atomics import clock, compare_and_swap, copy_bytes, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -34,9 +34,12 @@ from xvcomm.trace.format import (
     RECORD_BYTES,
     RECORDS_AT,
     STACK_NANOSECONDS,
+    STAGE_BITS,
+    STATE,
     WORDS,
     Life,
     Record,
+    Stage,
     Topic,
     capacity,
     read_history,
@@ -117,6 +120,11 @@ def note_end(handle, number, state):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
+def _is_posted(records, index):  # type: ignore[no-untyped-def]
+    return _record_at(records, index).state & STATE == POSTED
+
+
+@register_jitable
 def _region(writer, index):  # type: ignore[no-untyped-def]
     """The region of a rank of this host, by its index among them, or ITSELF."""
     return writer.region if index < 0 else writer.regions + index * writer.region_bytes
@@ -160,7 +168,7 @@ def extent(handle, topic, index, count):  # type: ignore[no-untyped-def]
     oldest = max(0, written - min(_SCANNED, writer.capacity))
     while number > oldest and count > 0:
         number -= 1
-        if _record_at(region + RECORDS_AT, number % writer.capacity).state == POSTED:
+        if _is_posted(region + RECORDS_AT, number % writer.capacity):
             first, count = number, count - 1
     return first, written
 
@@ -172,7 +180,7 @@ def following(handle, topic, index, number, last, count):  # type: ignore[no-unt
     if topic == _OF_RECORDS:
         writer = _writer_at(handle)
         records = _region(writer, index) + RECORDS_AT
-        while number < last - count and _record_at(records, number % writer.capacity).state != POSTED:
+        while number < last - count and not _is_posted(records, number % writer.capacity):
             number += 1
     return number
 
@@ -206,7 +214,20 @@ def _note_ends(handle: int, numbers: int, count: int, state: int) -> None:
         note_end(handle, load(numbers + 8 * i), state)
 
 
+def _note_stages(handle: int, numbers: int, count: int, stage: int) -> None:
+    """Note the stage of operations, of those that have not ended."""
+    writer = _writer_at(handle)
+    for i in range(count):
+        number = load(numbers + 8 * i)
+        if writer.region != 0 and 0 < writer.number - number <= writer.capacity:
+            record = _record_at(writer.region + RECORDS_AT, number % writer.capacity)
+            before = record.state
+            if before & STATE == POSTED:  # what ends it now without the interpreter comes first
+                compare_and_swap(address_of(record, "state"), before, POSTED | stage << STAGE_BITS)
+
+
 with compiling():
+    _stages_kernel = brief("void(int64, int64, int64, int64)")(_note_stages)
     _ends_kernel = brief("void(int64, int64, int64, int64)")(_note_ends)
     _note_kernel = brief("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")(note)
     _end_kernel = brief("void(int64, int64, int64)")(note_end)
@@ -291,6 +312,18 @@ class Recorder:
         if hooks:
             for number in numbers:
                 self.tell(number)
+
+    @property
+    def following(self) -> int:
+        """Number of the next operation."""
+        number: int = self._writer.number
+        return number
+
+    def note_stages(self, stages: Mapping[int, Stage]) -> None:
+        """Note how far operations are, by their numbers; those that have ended keep their state."""
+        for stage in set(stages.values()):
+            words = array("q", [number for number, of_it in stages.items() if of_it is stage])
+            _stages_kernel(self.handle, words.buffer_info()[0], len(words), +stage)
 
     def tell(self, number: int) -> None:
         """Call the hooks with the record of an operation that ended."""

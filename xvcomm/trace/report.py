@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from xvcomm.trace import stack
-from xvcomm.trace.format import Record
+from xvcomm.trace.format import Record, Stage
 from xvcomm.trace.groups import brief
 from xvcomm.trace.operation import NO_PEER
 from xvcomm.trace.snapshot import Group, Snapshot
@@ -21,12 +21,19 @@ _FRAMES = 8
 """Maximum number of calls of a stack in the report."""
 
 
-def report(snapshot: Snapshot, verdict: Verdict, waits: Waits) -> str:
-    """The whole text."""
+def report(
+    snapshot: Snapshot, verdict: Verdict, waits: Waits, calls_native: Callable[[Record], bool] = lambda record: True
+) -> str:
+    """The whole text.
+
+    Args:
+        calls_native: whether an operation calls the native library where it can, as far as is known.
+    """
     explainer = Explainer(waits)
     parts = [
         f"xvcomm: job {snapshot.job}, {len(snapshot.infos)} ranks\n{verdict.text}",
-        _part("Waiting ranks", _waiting(waits, explainer)),
+        _part("Waiting ranks", _waiting(waits, explainer, calls_native)),
+        _part("Operations that GPUs have done, which is not reported yet", _over(waits)),
         _part("First difference", _difference(waits)),
         _part("Outside xvcomm", _busy(waits, explainer)),
         _part("Stopped, silent or gone", _absent(waits, explainer)),
@@ -42,15 +49,24 @@ def _part(title: str, lines: Iterator[str]) -> str:
     return "\n".join([f"{title}:", *(f"  {line}" for line in [*listed[:_LINES], *more])])
 
 
-def _waiting(waits: Waits, explainer: Explainer) -> Iterator[str]:
+def _waiting(waits: Waits, explainer: Explainer, calls_native: Callable[[Record], bool]) -> Iterator[str]:
     infos = waits.snapshot.infos
     for rank, of_rank in waits.all.items():
         for wait in of_rank:
             whom = f"waits for {brief(sorted(wait.peers))}, which {wait.why.value}" if wait.peers else wait.why.value
+            how = hop(wait.record, wait.group, rank, infos, native=calls_native(wait.record))
+            stage = f", {wait.record.stage.words}" if wait.record.stage else ""
             yield (
                 f"{_who(infos[rank])}: {explainer.describe(wait)} at {wait.record.call_site}, since "
-                f"{explainer.since(wait)}, by {hop(wait.record, wait.group, rank, infos)}; {whom}"
+                f"{explainer.since(wait)}, by {how}{stage}; {whom}"
             )
+
+
+def _over(waits: Waits) -> Iterator[str]:
+    for rank, state in waits.snapshot.ranks.items():
+        for record in state.records:
+            if record.stage is Stage.OVER:
+                yield f"{_who(waits.snapshot.infos[rank])}: {record.describe()}"
 
 
 def _difference(waits: Waits) -> Iterator[str]:
@@ -76,15 +92,16 @@ def _who(info: RankInfo) -> str:
     return f"rank {info.rank} ({info.device} on {info.hostname})"
 
 
-def hop(record: Record, group: Group | None, rank: int, infos: tuple[RankInfo, ...]) -> str:
-    """What carries an operation: as far as the record tells, else by where the ranks are."""
+def hop(record: Record, group: Group | None, rank: int, infos: tuple[RankInfo, ...], *, native: bool = True) -> str:
+    """What carries an operation: as far as the record tells, else by where the ranks are and whether a library is called."""
     if record.way:
         return record.way
     ranks = group.ranks if group is not None else ()
     if record.peer != NO_PEER:
         far = 0 <= record.peer < len(ranks) and infos[ranks[record.peer]].host != infos[rank].host
         return "a ring between hosts" if far else "a ring in shared memory"
-    native = infos[rank].device != "host" and any(r != rank and infos[r].island == infos[rank].island for r in ranks)
+    island = [r for r in ranks if r != rank and infos[r].island == infos[rank].island]
+    native = native and infos[rank].device != "host" and bool(island)
     others = {r for r in ranks if not native or infos[r].island != infos[rank].island} - {rank}
     hosts = {infos[r].host for r in others}
     ways = ["the native library"] if native else []

@@ -107,8 +107,13 @@ class Explainer:
         return f" on communicator {wait.group.name} of ranks {brief(wait.group.ranks)}"
 
     def inside(self, wait: Wait) -> str:
-        """That a rank is in an operation, with its line."""
-        return f"rank {wait.rank} is in {self.describe(wait)} since {self.since(wait)}, {wait.record.call_site}"
+        """That a rank is in an operation, with its line and how far it is."""
+        stage = f" ({wait.record.stage.words})" if wait.record.stage else ""
+        return f"rank {wait.rank} is in {self.describe(wait)} since {self.since(wait)}{stage}, {wait.record.call_site}"
+
+    def at(self, wait: Wait) -> str:
+        """The line of an operation, and how far that is."""
+        return f"{wait.record.call_site}; {wait.record.stage.words}" if wait.record.stage else wait.record.call_site
 
     def tell(self, rank: int) -> str:
         """What a rank does, with its line."""
@@ -250,6 +255,7 @@ class _Judge:
     def _stuck(self, wait: Wait) -> Verdict:
         over = f" over {'; '.join(map(str, wait.record.shares))}" if wait.record.shares else ""
         how = f" It goes by {wait.record.way}{over}." if wait.record.way else ""
+        how += f" On rank {wait.rank} it is {wait.record.stage.words}." if wait.record.stage else ""
         what = f"{self._words.describe(wait)} that {self._all_in(wait)}.{how}"
         unknown = self._waits.unknown(wait)
         if wait.group is None:
@@ -310,7 +316,7 @@ def _chain(cycle: Sequence[Wait], words: Explainer) -> str:
     for i, wait in enumerate(cycle):
         other = cycle[(i + 1) % len(cycle)].rank
         how = _WORDS[wait.why].format(they=f"rank {other}", has="has", does="does", **{"is": "is"})
-        parts.append(f"rank {wait.rank} waits in {words.describe(wait)} ({wait.record.call_site}), {how}")
+        parts.append(f"rank {wait.rank} waits in {words.describe(wait)} ({words.at(wait)}), {how}")
     return f"{_capital('; '.join(parts))}."
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from xvcomm.trace import stack
-from xvcomm.trace.format import Life, Record, State
+from xvcomm.trace.format import Life, Record, Stage, State
 from xvcomm.trace.operation import ANY_PEER, NO_PEER
 from xvcomm.trace.snapshot import Group, RankState, Snapshot
 from xvcomm.types.opcode import OpCode
@@ -133,7 +133,7 @@ class Waits:
         return [
             record
             for record in state.records
-            if record.state == State.POSTED
+            if (record.state == State.POSTED and record.stage is not Stage.OVER)
             or (
                 record.state == State.FAILED
                 and record.ended > now - _JUST_NOW

@@ -67,6 +67,10 @@ class AdmissionQueue(Generic[T]):
         """Whether messages are queued."""
         return bool(self._queue)
 
+    def held(self) -> list[T]:
+        """The messages that are queued."""
+        return [transfer for launch in list(self._queue) for transfer in launch.transfers]
+
     def add(self, launch: Start[T]) -> None:
         """Queue messages, or launch them at once if their rings are free; then this raises what the launch raises."""
         with self._arrived:

@@ -56,6 +56,13 @@ class Contents:
         """The last of the collectives."""
         return max((o for o in self.all() if o.peer < 0), key=attrgetter("sequence"))
 
+    def records(self) -> tuple[list[int], list[int]]:
+        """Numbers in the flight recorder of the operations: of those that may be under way, and of messages that have passed."""
+        numbers = [o.record for o in self.operations] + (self.logged.records if self.logged is not None else [])
+        ends = [(end, following, o) for end, following, o in self.all_ends() if o.peer >= 0 and not end.replayed]
+        passed = [o.record for end, following, o in ends if end.finished()[0] >= following]
+        return [number for number in numbers if number >= 0 and number not in passed], passed
+
     def all(self) -> list[Operation]:
         """All operations, begun by Python or by compiled code."""
         return [*self.operations, *(self.logged.operations() if self.logged is not None else ())]
@@ -75,6 +82,8 @@ class Batch(Contents):
         blocking: whether the calls were blocking ones, which have no Work.
         keep: arrays that must live until the end.
         on_end: called at the end, also after a failure.
+        added: when the tracker got it, on the monotonic clock.
+        following: number in the flight recorder of the first operation that surely lies behind its event.
     """
 
     _: KW_ONLY
@@ -85,6 +94,13 @@ class Batch(Contents):
     keep: Any = None
     on_end: Callable[[], None] | None = None
     over: bool = False
+    added: float = 0.0
+    following: int = 0
+
+    def last(self) -> int:
+        """Number in the flight recorder of the last operation; -1 if there is none."""
+        logged = self.logged.records if self.logged is not None else []
+        return max(self.operations[-1].record if self.operations else -1, logged[-1] if logged else -1)
 
     def under_way(self) -> bool:
         """Whether any operation may still be under way, as far as the host can see without a query of the device.

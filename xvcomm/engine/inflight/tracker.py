@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from weakref import ref
 
 from xvcomm.abc.collective import Collective
-from xvcomm.abc.device import Device, Event, Stream
+from xvcomm.abc.device import Device, Event, Queue, Stream
 from xvcomm.abc.launch import EnqueuedEvents, SupportsEnqueuedEvents
 from xvcomm.engine.inflight.batch import Batch, Contents
 from xvcomm.engine.inflight.log import ROOM, Ends
@@ -25,9 +25,10 @@ from xvcomm.engine.inflight.open_batch import AsyncGroup, OpenBatch
 from xvcomm.engine.inflight.work import Completion, Request
 from xvcomm.errors import ArgumentError
 from xvcomm.memory.ring import RingEnd
-from xvcomm.trace.format import DONE, FAILED
+from xvcomm.trace.format import DONE, FAILED, Stage
 from xvcomm.trace.operation import NO_PEER, Operation
 from xvcomm.trace.recorder import Recorder
+from xvcomm.trace.stages import Progress, Stretch
 from xvcomm.types.deadline import NEVER, Deadline
 
 _AT_ONCE = 64
@@ -35,6 +36,9 @@ _AT_ONCE = 64
 
 _HELD_UP_SECONDS = 0.25
 """Seconds without a query of the device after which its thread counts as blocked by the driver."""
+
+_A_WHILE_SECONDS, _UNANSWERED_SECONDS = 0.5, 3.0
+"""Seconds under way after which it is told how far operations are; seconds without a query after which that is not known."""
 
 _TURN_SECONDS = 0.05
 """Seconds to wait for a lock: bounded, because a signal handler may close the communicator while its thread holds the lock."""
@@ -75,6 +79,19 @@ class Owner(Protocol):
         """The same of several at once."""
 
 
+class _OnStream(deque[Batch]):
+    """The batches of one stream, in order.
+
+    Attributes:
+        queue: of the stream.
+        reached: number in the flight recorder of the newest operation before an event that the device has reached.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self.queue, self.reached = queue, -1
+
+
 class Tracker:
     """The batches of one communicator, in order for each stream. Thread-safe.
 
@@ -89,7 +106,7 @@ class Tracker:
         self._gate = threading.Lock()
         self._sealing: Contents | None = None
         self._looked = 0.0
-        self._streams: dict[ref[Stream], deque[Batch]] = {}  # streams of a thread are freed with the thread
+        self._streams: dict[ref[Stream], _OnStream] = {}  # streams of a thread are freed with the thread
         self._count = 0
         self._polling = threading.Lock()
 
@@ -102,7 +119,8 @@ class Tracker:
         if batch.event.captured:
             self._record(batch, DONE)
             return batch
-        self._streams.setdefault(ref(batch.stream, self._streams.pop), deque()).append(batch)
+        batch.added, batch.following = monotonic(), self._owner.recorder.following
+        self._streams.setdefault(ref(batch.stream, self._streams.pop), _OnStream(batch.stream.queue)).append(batch)
         self._count += 1
         if self._count > _AT_ONCE:
             self.poll()
@@ -220,6 +238,29 @@ class Tracker:
             self._polling.release()
         self._looked = begin
 
+    def operations(self) -> set[Operation]:
+        """Those that Python has begun and enqueued."""
+        batches = [batch for of_stream in list(self._streams.values()) for batch in list(of_stream)]
+        found = [batch.operations for batch in batches]
+        found += [open_batch.operations for open_batch in list(self._open_batches.values())]
+        if (sealing := self._sealing) is not None:
+            found.append(sealing.operations)
+        return {operation for operations in found for operation in list(operations)}
+
+    def progress(self) -> Progress:
+        """What is known of the operations, if any is under way for a while; calls no function of the vendor."""
+        now = monotonic()
+        batches = [batch for of_stream in list(self._streams.values()) for batch in list(of_stream) if not batch.over]
+        if not any(batch.added < now - _A_WHILE_SECONDS for batch in batches):
+            return Progress()
+        found = [Stretch(batch.stream.queue, *batch.records(), batch.following) for batch in batches]
+        for open_batch in list(self._open_batches.values()):
+            if open_batch:
+                found.append(Stretch(open_batch.stream.queue, *open_batch.look().records(), None))
+        if now - self._looked > _UNANSWERED_SECONDS:
+            return Progress(others={number: Stage.UNANSWERED for s in found for number in s.records})
+        return Progress(found, {of_stream.queue: of_stream.reached for of_stream in list(self._streams.values())})
+
     def stop_late(self) -> None:
         """Stop batches whose deadline has passed while `look` is blocked; calls no function of the vendor.
 
@@ -258,7 +299,7 @@ class Tracker:
         for batches in list(self._streams.values()):
             through = self._through(batches)
             while batches and self._look(batches[0], through > 0):
-                batches.popleft()
+                batches.reached = batches.popleft().last()
                 through -= 1
                 self._count -= 1
 

@@ -26,7 +26,7 @@ from xvcomm.trace.waits import Waits
 from xvcomm.types.deadline import Deadline
 
 _ASKED = 64
-"""Maximum number of ranks of which a report tells."""
+"""Most ranks of other hosts of which a report tells: they are asked. This host's are read from shared memory, however many."""
 _CLOSE_SECONDS = 5.0
 """How long a rank that leaves waits for a dump that is being written, and for a report."""
 _SOONEST_SECONDS, _COMPARE_SECONDS = 1.0, 60.0
@@ -53,13 +53,15 @@ class Explaining:
         job: its name.
         rank: this one.
         history: gives its records with what carries them.
+        calls_native: whether an operation calls native libraries, as far as this rank knows its communicator.
     """
 
     def __init__(
-        self, recorders: Recorders, config: Config, job: str, rank: int, size: int, history: Callable[[], list[Record]]
-    ) -> None:
+        self, recorders: Recorders, config: Config, job: str, rank: int, size: int, history: Callable[[], list[Record]],
+        calls_native: Callable[[Record], bool],
+    ) -> None:  # fmt: skip
         self._recorders, self._config, self._job, self._rank, self._size = recorders, config, job, rank, size
-        self._history = history
+        self._history, self._calls_native = history, calls_native
         self._requests: Requests | None = None
         self._answering: Daemon | None = None
         self._writing: Daemon | None = None
@@ -74,9 +76,10 @@ class Explaining:
                 self._requests = Requests()
 
     def snapshot(self, first: Sequence[int], deadline: Deadline) -> Snapshot:
-        """What the job's ranks do, of a large job only those in `first` and some others."""
-        ranks = dict.fromkeys([self._rank, *first, *range(min(self._size, _ASKED))])
-        found = self._recorders.snapshot(list(ranks)[:_ASKED], deadline)
+        """What the job's ranks do: all of this host, of a large job's other hosts those in `first` and some others."""
+        here = self._recorders.neighbours
+        elsewhere = dict.fromkeys(rank for rank in (*first, *range(self._size)) if rank not in here)
+        found = self._recorders.snapshot([*here, *list(elsewhere)[:_ASKED]], deadline)
         mine = msgspec.structs.replace(found.ranks[self._rank], records=tuple(self._history()))
         return msgspec.structs.replace(found, ranks=found.ranks | {self._rank: mine})
 
@@ -100,7 +103,7 @@ class Explaining:
             snapshot = self._recorders.take_stacks(snapshot, unclear, deadline)
         waits = Waits(snapshot, () if group is None else (group,))
         verdict = judge(waits, None if record is None else self._rank, record)
-        return Explanation(verdict, report(waits.snapshot, verdict, waits))
+        return Explanation(verdict, report(waits.snapshot, verdict, waits, self._calls_native))
 
     def look(self) -> None:
         """Let threads do what is due: answer a request of another process of the host, if none is being answered; for dumps,

@@ -35,13 +35,16 @@ class Recorders:
         joined: what each rank has told of itself.
         rank, neighbours: this rank, and the ranks of this host.
         ending: how a rank has ended, in words; empty if it is not known to have.
+
+    Attributes:
+        neighbours: as above.
     """
 
     def __init__(
         self, journal: Journal, joined: Sequence[Joining], rank: int, neighbours: Collection[int],
         reach: Reach, ending: Callable[[int], str],
     ) -> None:  # fmt: skip
-        self._journal, self._joined, self._rank, self._neighbours = journal, joined, rank, neighbours
+        self._journal, self._joined, self._rank, self.neighbours = journal, joined, rank, neighbours
         self._reach, self._ending = reach, ending
         self._silent: dict[int, Deadline] = {}
         self._clocks = Clocks()
@@ -52,9 +55,9 @@ class Recorders:
 
     def newest(self, ranks: Collection[int], deadline: Deadline, wanted: int = 1) -> dict[int, RankState]:
         """The newest records of ranks; of those that do not answer until the deadline nothing."""
-        here = [r for r in ranks if r in self._neighbours]
+        here = [r for r in ranks if r in self.neighbours]
         found = {r: RankState(records=tuple(self._journal.newest(r, wanted))) for r in here}
-        elsewhere = [r for r in ranks if r not in self._neighbours]
+        elsewhere = [r for r in ranks if r not in self.neighbours]
         answers = self._reach.ask(elsewhere, Question(Topic.RECORDS, wanted), deadline) if elsewhere else {}
         for rank in elsewhere:
             if rank in answers:
@@ -70,8 +73,8 @@ class Recorders:
         """What ranks do, to their newest records and their communicators. A rank of another host that does not answer until
         half of the time has passed is asked for at its neighbours, of which the host's shared memory tells the same.
         """
-        found = {rank: self._journal.state(rank, _RECORDS) for rank in ranks if rank in self._neighbours}
-        elsewhere = [rank for rank in ranks if rank not in self._neighbours]
+        found = {rank: self._journal.state(rank, _RECORDS) for rank in ranks if rank in self.neighbours}
+        elsewhere = [rank for rank in ranks if rank not in self.neighbours]
         if elsewhere:
             found.update(self._elsewhere(elsewhere, deadline))
         states = {}
@@ -102,16 +105,16 @@ class Recorders:
         rank 0.
         """
         living = (
-            r for r in sorted(self._neighbours) if r == self._rank or not (self._ending(r) or self._journal.left(r))
+            r for r in sorted(self.neighbours) if r == self._rank or not (self._ending(r) or self._journal.left(r))
         )
-        return 0 not in self._neighbours and next(living) == self._rank
+        return 0 not in self.neighbours and next(living) == self._rank
 
     def compare_clocks(self) -> None:
         """Measure for this host how far the clock of rank 0's host is ahead, by two of its ranks at a time, until any answers:
         one may have just died.
         """
         deadline, host = Deadline.after(_CLOCK_SECONDS), self._joined[0].info.host
-        ranks = [] if 0 in self._neighbours else self._hosts[host]
+        ranks = [] if 0 in self.neighbours else self._hosts[host]
         living = [r for r in ranks if not (self._ending(r) or self._journal.left(r) or self.silent(r))]
         for first in range(0, len(living), 2):
             asked = living[first : first + 2]
@@ -160,7 +163,7 @@ class Recorders:
         begun = time.time()
         pids = {rank: self._joined[rank].info.pid for rank in ranks if self._seen(rank)}
         here = {r: pid for r, pid in pids.items() if not self._journal.ask_for_stack(r) or stacks.request(pid)}
-        elsewhere = [rank for rank in ranks if rank not in self._neighbours]
+        elsewhere = [rank for rank in ranks if rank not in self.neighbours]
         asked = self._reach.ask(elsewhere, Question(Topic.TAKE_STACK), deadline) if elsewhere else {}
         texts = stacks.collect(list(here.values()), min(_STACK_SECONDS, deadline.left()), begun)
         if asked:
@@ -171,7 +174,7 @@ class Recorders:
 
     def _seen(self, rank: int) -> bool:
         """Whether this process can see a rank's process."""
-        return rank in self._neighbours and self._joined[rank].processes == self._joined[self._rank].processes
+        return rank in self.neighbours and self._joined[rank].processes == self._joined[self._rank].processes
 
     def silent(self, rank: int) -> bool:
         """Whether a rank has not answered a moment ago."""
@@ -183,7 +186,7 @@ class Recorders:
 
     def words(self, rank: int) -> str:
         """A rank's last operation as text, for error messages."""
-        if rank not in self._neighbours and self._journal.left(rank):
+        if rank not in self.neighbours and self._journal.left(rank):
             return "it has left the job"
         found = None
         if not self.silent(rank):

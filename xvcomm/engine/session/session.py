@@ -118,7 +118,9 @@ class Session:
         self.recorders = Recorders(
             self.journal, self._joined, rank, self.neighbours, self._reach, lambda r: self.supervision.lost.get(r, "")
         )
-        self.explaining = Explaining(self.recorders, config, self.name, rank, size, self.history)
+        self.explaining = Explaining(
+            self.recorders, config, self.name, rank, size, self.history, self.supervision.calls_native
+        )
         self._cleanup.callback(self.explaining.close)
         self.liveness = Liveness(
             self._joined, rank, self.neighbours, config, self._presence, self.journal, self.supervision, self._reach,
@@ -325,6 +327,7 @@ class Session:
             self._elsewhere.look()
         self.explaining.look()
         self.supervision.watch_over(lambda context: context.look())
+        self.supervision.note_stages()
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from xvcomm.engine.session.elsewhere import Departure, Stop
 from xvcomm.trace.format import Record, Share
+from xvcomm.trace.stages import Progress
 
 
 class Tracked(Protocol):
@@ -30,6 +31,13 @@ class Stoppable(Protocol):
 
     def close(self, why: str = ...) -> None:
         """Leave it; `why` says why no operation may begin any more."""
+
+
+class Plans(Protocol):
+    """How operations of a communicator are carried out."""
+
+    def calls_native(self, op: int, nbytes: int) -> bool:
+        """Whether an operation of so many bytes calls the native library, where an island has more than one rank."""
 
 
 class Supervised(Protocol):
@@ -56,11 +64,18 @@ class Supervised(Protocol):
     def tracker(self) -> Tracked:
         """Its operations on the device's streams."""
 
+    @property
+    def planner(self) -> Plans:
+        """Its plans."""
+
     def way(self, peer: int, op: int, nbytes: int) -> str:
         """See `Record.way`: of an operation of so many bytes, a collective if `peer` is NO_PEER, else a message."""
 
     def carried(self, records: Sequence[Record]) -> dict[Record, tuple[Share, ...]]:
         """See `Record.shares`: of records of it, oldest first, those of which something is known. Never blocks."""
+
+    def progress(self) -> Progress:
+        """How far its operations are; never waits for the device."""
 
     def look(self) -> None:
         """Handle messages of other ranks; never waits for the device."""

@@ -10,7 +10,9 @@ from xvcomm.engine.session.elsewhere import Departure, Stop
 from xvcomm.engine.session.journal import Journal
 from xvcomm.engine.session.supervised import Supervised
 from xvcomm.memory.ring import Reason
+from xvcomm.trace.format import Record
 from xvcomm.trace.snapshot import Group
+from xvcomm.trace.stages import Progress, stages
 
 _NEWS = 256
 """How many aborts and departures on other hosts are kept, of communicators that this rank may not have made yet."""
@@ -90,6 +92,18 @@ class Supervision:
             except Exception as error:
                 why = f"a thread that watches over the job failed: {type(error).__name__}: {error}"
                 context.lifecycle.abort(Reason.ABORTED.word(context.rank, context.rank), why)
+
+    def calls_native(self, record: Record) -> bool:
+        """Whether an operation calls native libraries, as far as its communicator is known."""
+        context = next((c for c in self.contexts() if c.ident == record.communicator), None)
+        return context is None or context.planner.calls_native(record.op, record.nbytes)
+
+    def note_stages(self) -> None:
+        """Note in the flight recorder how far operations are that have not ended."""
+        found: list[Progress] = []
+        self.watch_over(lambda context: found.append(context.progress()))
+        if known := stages(found):  # there is no recorder before there are communicators
+            self._journal.recorder.note_stages(known)
 
     def after_fork(self) -> None:
         """Close every communicator in a forked child, without notifying the other ranks."""
