@@ -47,6 +47,21 @@ if comm.rank < 3:
     os.kill(os.getpid(), signal.SIGSTOP)
 comm.barrier()
 """
+LOCKED = """
+import ctypes, os, sys, threading, time
+import numpy as np, xvcomm
+comm = xvcomm.init()
+comm.barrier()
+def block():
+    time.sleep(1)
+    sys.setswitchinterval(100)
+    ctypes.PyDLL(None).pause()  # with the interpreter's lock
+threading.Thread(target=block, daemon=True).start()
+print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
+if comm.rank < 2:
+    comm.recv(np.ones(3), 2 + comm.rank)
+time.sleep(100)
+"""
 END = """
 import numpy as np, xvcomm
 comm = xvcomm.init()
@@ -117,7 +132,9 @@ class Hang:
         pids: its processes, by rank.
     """
 
-    def __init__(self, folder: Path, hosts: str, program: str = HANG, stopped: Sequence[int] = (3,)) -> None:
+    def __init__(
+        self, folder: Path, hosts: str, program: str = HANG, stopped: Sequence[int] = (3,), dumps: Path | None = None
+    ) -> None:
         script, self._out, tag = folder / "hang.py", folder / "out", secrets.token_hex(3)
         self.host = tag + hosts[-1] if hosts else ""
         labels = "import os; os.environ['XVCOMM_HOST'] = os.environ['HOSTS'].split()[int(os.environ['RANK'])]\n"
@@ -127,7 +144,9 @@ class Hang:
             command,
             stdout=self._out.open("w"),
             stderr=subprocess.STDOUT,
-            env=os.environ | {"HOSTS": " ".join(tag + host for host in hosts), "XVCOMM_PEER_TIMEOUT": "600"},
+            env=os.environ
+            | {"HOSTS": " ".join(tag + host for host in hosts), "XVCOMM_PEER_TIMEOUT": "600"}
+            | ({"XVCOMM_TRACE_DIR": str(dumps)} if dumps else {}),
         )
         self.pids: dict[int, int] = {}
         self._until(lambda: len(self._started()) == (len(hosts) or 4))
@@ -150,6 +169,12 @@ class Hang:
 
     def wait_for(self, words: str) -> None:
         self._until(lambda: words in self.written())
+
+    def end(self, number: signal.Signals) -> None:
+        """Let the launcher end the job."""
+        time.sleep(1.5)  # until their interpreters are blocked
+        self._process.send_signal(number)
+        self._process.wait(60)
 
     def close(self) -> None:
         for pid in self.pids.values():
@@ -231,8 +256,9 @@ def test_of_no_job() -> None:
         ('raise ValueError("no such file")', r"ValueError: no such file"),
         ('with comm: raise ValueError("no such file")', r"ValueError: no such file"),
         ("import os; os.kill(os.getpid(), 9)", "its process has ended"),
+        ("import os; os.kill(os.getpid(), 15)", "its process has ended"),
     ],
-    ids=["exception", "exception in the block", "signal"],
+    ids=["exception", "exception in the block", "SIGKILL", "SIGTERM"],
 )
 def test_dumps_of_a_job_that_has_ended(tmp_path: Path, end: str, told: str) -> None:
     script, dumps = tmp_path / "end.py", tmp_path / "dumps"
@@ -276,6 +302,18 @@ def test_a_program_that_raises_on_sigterm_leaves_dumps(tmp_path: Path) -> None:
     found = dumped(tmp_path, TERMINATED, 2)
     assert found is not None
     assert [OpCode(state.records[-1].op) for state in found.ranks.values()] == [OpCode.RECV] * 2
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_ranks_that_their_launcher_ends_are_written_down(tmp_path: Path, end: signal.Signals) -> None:
+    """All at once, by the signal's default action, or by SIGKILL, since they handle none: no rank writes anything."""
+    with contextlib.closing(Hang(tmp_path, "", LOCKED, dumps=tmp_path / "dumps", stopped=())) as hang:
+        hang.end(end)
+    found = load_folder(tmp_path / "dumps")
+    assert [OpCode(state.records[-1].op) for state in found.ranks.values()] == [OpCode.RECV] * 2 + [OpCode.BARRIER] * 2
+    assert re.search(
+        r"Rank 2 does not send in the recv from rank 2 .*hang\.py:\d+", explain(str(tmp_path / "dumps")).stdout
+    )
 
 
 def test_ranks_that_die_at_once_are_written_down(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from xvcomm.cli.ending import Others, Outcome, Stop
+from xvcomm.cli.last_dumps import LastDumps
 from xvcomm.cli.output import Outlet, RankStream, outlets, prefixes
 from xvcomm.cli.rank_process import RankProcess, RankSpec, signal_name
 from xvcomm.errors import ResourceError
@@ -64,6 +65,7 @@ class Job:
         self._plan: list[tuple[float, signal.Signals]] = []
         self._handlers: dict[signal.Signals, object] = {}
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._dumps = LastDumps(specs[0].env if specs else {}, self.say)
 
     def __enter__(self) -> Job:
         for number in (signal.SIGCHLD, signal.SIGTSTP, *_ENDING, *_PASSED_ON):
@@ -152,6 +154,7 @@ class Job:
         """
         self._go_on(self._drained)
         self._reap()
+        self._dumps.finish()
         if self._others is not None:
             self._others.end(self._outcome())
             self._go_on(self._others.over)
@@ -289,7 +292,7 @@ class Job:
             return
         if stop.signal is not None:
             self._signal, self._abandoned = stop.signal, False
-            self._signal_all(stop.signal if stop.signal in _ENDING else signal.SIGTERM)
+            self._end_all(stop.signal if stop.signal in _ENDING else signal.SIGTERM)
             self._plan = [(time.monotonic() + self._grace, signal.SIGKILL)]
         elif not self._failing:
             self._failing = True
@@ -314,7 +317,13 @@ class Job:
             if self._abandoned and self._goes_on():  # one has joined just before the others ended
                 self._plan, self._abandoned = [], False
                 return
-            self._signal_all(self._plan.pop(0)[1])
+            self._end_all(self._plan.pop(0)[1])
+
+    def _end_all(self, number: signal.Signals) -> None:
+        """Send a signal that ends ranks, but for those that handle it; before the first one write down what they do."""
+        if number != signal.SIGKILL:
+            self._dumps.take(rank.group for rank in self._ranks if rank.code is None)
+        self._signal_all(number)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:

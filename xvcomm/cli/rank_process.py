@@ -86,6 +86,11 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
+    @property
+    def group(self) -> int:
+        """Its process group."""
+        return self._process.pid
+
     def end(self) -> None:
         """Kill what runs of its group, and reap it."""
         self.signal(signal.SIGKILL)

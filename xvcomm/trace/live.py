@@ -69,6 +69,19 @@ class LiveJob:
             )  # fmt: skip
         return msgspec.structs.replace(here, ranks=dict(sorted(states.items())))
 
+    def alone(self) -> list[Snapshot]:
+        """What each rank of this host does that runs, by the clock of rank 0 as dumps are."""
+        with _mapped(self.memory) as view:
+            here, now = journal.read(view), time.time_ns()
+            assert here is not None
+            ahead = -journal.clock(journal.regions(view, self.roster).values())
+        states = {rank: msgspec.structs.replace(here.ranks[rank], taken=now, ahead=ahead) for rank in self._living()}
+        return [
+            msgspec.structs.replace(here, taken=now - ahead, ranks={rank: state})
+            for rank, state in states.items()
+            if state.life is Life.RUNNING
+        ]
+
     def _living(self) -> dict[int, int]:
         """The ranks of this host whose processes can be seen from here, with their numbers here."""
         seen = {_inner(pid): pid for pid in self.pids}

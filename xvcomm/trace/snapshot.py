@@ -5,6 +5,7 @@ Anything can make one: a rank of the job, another process of its host, or a read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -99,7 +100,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         Raises:
             OSError: the folder cannot be written to.
         """
-        made = path.with_name(f".{path.name}.new")
+        made = path.with_name(f".{path.name}.{os.getpid()}.new")  # a rank and its launcher may write at the same time
         made.write_bytes(encode(self))
         made.replace(path)
 

@@ -84,7 +84,7 @@ class Journal:
     def clock(self) -> int:
         """What one of them has noted last; 0 if none has."""
         with contextlib.suppress(ValueError):  # released
-            return max(tuple(region.cast("q")[3:5]) for region in self._regions.values())[1]
+            return journal.clock(self._regions.values())
         return 0
 
     def record(self, number: int) -> Record | None:
