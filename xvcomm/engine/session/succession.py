@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from xvcomm.config import Config
@@ -13,7 +14,7 @@ from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.types.deadline import Deadline
 
 _GENERATION = "generation"
-_TRY_SECONDS, _ANSWER_SECONDS = 0.3, 2.0
+_TRY_SECONDS, _ANSWER_SECONDS, _PAUSE_SECONDS = 0.3, 2.0, 0.02
 
 
 def spare_ports(config: Config) -> Sequence[int]:
@@ -94,7 +95,13 @@ class Succession:
         self._unreachable = True
 
     def due(self) -> bool:
-        """Whether the store has ended, will soon, or has to be tried, because ranks beside its server are lost."""
+        """Whether the store has ended, will soon, or has to be tried, because ranks beside its server are lost.
+
+        For the rank that serves it, it is there: if that served a successor as well, some ranks would use the one and others
+        the other.
+        """
+        if self.server == self._rank:
+            return False
         if self._unreachable or self.server is None:
             return self._unreachable
         return self._gone(self.server) or (not self._answered and self._stricken(self.server))
@@ -147,12 +154,12 @@ class Succession:
             try:
                 found = self._store.successor(self._addresses[following], Deadline.after(deadline.sooner(_TRY_SECONDS)))
                 self.generation = found.decide(_GENERATION, secrets.token_bytes(8), Deadline.after(_ANSWER_SECONDS))
-            except (StoreError, AuthenticationError):  # nothing listens there, or nobody is reached: it is passed over
-                self._passed.add(following)
-            except DeadlineExceeded:
+            except (StoreError, DeadlineExceeded, AuthenticationError) as error:
+                if not (isinstance(error, DeadlineExceeded) or self._may_return(following, error)):
+                    self._passed.add(following)  # nothing listens there, another program does, or nobody is reached
                 if not self._lives(following):
                     continue
-                if self._answers():  # it was slow, so that nobody else serves a successor
+                if self._answers():  # it was slow, or out of reach for a moment: nobody else serves a successor
                     return
                 if deadline.expired():
                     raise DeadlineExceeded(
@@ -160,11 +167,16 @@ class Succession:
                         "served it before; it is stopped or very slow",
                         rank=self._rank, peer=following,
                     ) from None  # fmt: skip
+                time.sleep(_PAUSE_SECONDS)
             else:
                 leaving()
                 self._store.move(found)
                 self.server, self._unreachable, self._answered = following, False, False
                 return
+
+    def _may_return(self, rank: int, error: Exception) -> bool:
+        """Whether a rank that is not reached serves the store so far and has not ended: others may reach it, and use that."""
+        return rank == self.server and isinstance(error, StoreError) and not self.ended([rank])
 
     def _lives(self, rank: int) -> bool:
         return rank == self._rank or not (rank in self._passed or self._gone(rank))
