@@ -11,7 +11,7 @@ import numpy as np
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, ROW, drive, next_number
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.jit.atomics import READY, STOPPED
+from xvcomm.jit.atomics import BUDGET, READY, STOPPED, budget_of_more
 from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.types.deadline import Deadline
@@ -21,9 +21,6 @@ _REST = struct.Struct(f"<{(_Row.starts.offset - _Row.turn.offset) // 8}q")
 _ROW = struct.Struct(f"<{_Row.turn.offset // 8}q{_REST.size}s")
 
 NO_GATES = (0,) * MAX_STREAMS
-
-BUDGET = 20_000_000
-"""Nanoseconds that compiled code may spend off the core before Python checks signals and deadlines."""
 
 AT_ONCE = -1
 """Budget of a caller that does not wait."""
@@ -125,10 +122,12 @@ class Batch:
             RingStopped: see `drive`.
             RingStalled: the deadline has passed.
         """
+        budget = BUDGET
         try:
-            while self.ends and self.drive() != READY:
+            while self.ends and self.drive(budget=budget) != READY:
                 if deadline.expired():
                     raise RingStalled([self.ends[i] for i in self.open_rows()])
+                budget = budget_of_more(deadline)
         except BaseException:
             self.discard()
             raise

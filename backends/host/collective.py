@@ -14,12 +14,11 @@ from xvcomm.abc.device import Stream
 from xvcomm.abc.partial_sums import SupportsPartialSums
 from xvcomm.abc.store import NotSet, Store
 from xvcomm.backends.host import direct, kernels, processes
-from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.kernels import MEMBER, PART, PLAN, Mode
 from xvcomm.backends.host.reducers import BLOCK, finisher, kit, scaler, unrounded, widener
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError
-from xvcomm.jit.atomics import READY, STOPPED
+from xvcomm.jit.atomics import BUDGET, READY, STOPPED, budget_of_more
 from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import ABORT, LINE
 from xvcomm.memory.segment import PAGE, Segment, round_up
@@ -307,11 +306,13 @@ class HostCollective(Collective, SupportsPartialSums):
             while True:
                 code = plan.kernel(plan.address, src, dst)
                 if code == READY:
+                    plan.record.budget = BUDGET
                     return
                 if code == STOPPED:
                     raise CollectiveStopped(self.error())
                 if stream.deadline.expired():
                     raise CollectiveStalled(self._missing())
+                plan.record.budget = budget_of_more(stream.deadline)
         except BaseException:
             direct.withdraw(plan.address)
             raise

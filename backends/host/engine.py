@@ -11,7 +11,7 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
-from xvcomm.jit.atomics import READY
+from xvcomm.jit.atomics import BUDGET, READY, budget_of_more
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
@@ -65,14 +65,15 @@ class Engine:
                 return False
             self._incoming.remove(mine)
         batch, _, deadline = mine
-        patience = Deadline.after(timeout)
+        patience, budget = Deadline.after(timeout), BUDGET
         try:
-            while batch.drive() != READY:
+            while batch.drive(budget=budget) != READY:
                 if deadline.expired():
                     raise RingStalled([batch.ends[i] for i in batch.open_rows()])
                 if patience.expired():
                     self._hand_over(mine)
                     return True
+                budget = budget_of_more(min(deadline, patience, key=Deadline.left))
         except (RingStopped, RingStalled) as error:
             batch.discard()
             future.set_exception(error)

@@ -13,10 +13,9 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.abc.message_mover import MessageMover
-from xvcomm.backends.host.batch import BUDGET
 from xvcomm.backends.host.mover import DONE, NEW, ROW, Kind, drive_all, take, try_row
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.jit.atomics import PENDING, READY, STOPPED, load_acquire
+from xvcomm.jit.atomics import BUDGET, PENDING, READY, STOPPED, budget_of_more, load_acquire
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -110,9 +109,11 @@ class HostMessageMover(MessageMover):
         return bool(code == READY)
 
     def finish(self, deadline: Deadline) -> None:
-        while not self.advance():
+        budget = BUDGET
+        while not self.advance(budget):
             if deadline.expired():
                 raise RingStalled([self.end])
+            budget = budget_of_more(deadline)
 
     def advance(self, budget: int = BUDGET) -> bool:
         """Progress the message, sleeping at most `budget` nanoseconds in total; returns whether it is complete. Can be resumed.

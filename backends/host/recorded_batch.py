@@ -9,9 +9,9 @@ import numpy as np
 from xvcomm.abc.collective import PreparedCollective
 from xvcomm.abc.device import Stream
 from xvcomm.abc.recording import INPUT, OUTPUT
-from xvcomm.backends.host.batch import BUDGET, Batch
+from xvcomm.backends.host.batch import Batch
 from xvcomm.backends.host.mover import NEW, ROW, drive_all, take
-from xvcomm.jit.atomics import PENDING, STOPPED
+from xvcomm.jit.atomics import BUDGET, PENDING, STOPPED
 from xvcomm.jit.compile import compiling, native
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import compiled_at, python_type

@@ -10,7 +10,7 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.engine.session.rings import Use
-from xvcomm.jit.atomics import PENDING, READY, STOPPED, full_fence, load_acquire, relax
+from xvcomm.jit.atomics import BUDGET, PENDING, READY, STOPPED, budget_of_more, full_fence, load_acquire, relax
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _GONE = 3  # beside READY, PENDING and STOPPED: nothing is there, and nothing will come
 _LEFT = int(Reason.LEFT)
-_BUDGET = 20_000_000  # nanoseconds that compiled code may be off the core before Python looks at signals and deadlines
 _SPINS_PER_US = 100  # a look costs about 10 ns; the figure needs no precision
 _ONCE = -1
 _INSIDE = 2  # functions of xvcomm that are under way when `wait` asks for the call site
@@ -188,9 +187,11 @@ class Probing:
         operation.channel = channel
         try:
             sources = self._find(src, channel, deadline)
-            while (found := sources.look(_BUDGET)) is None:
+            budget = BUDGET
+            while (found := sources.look(budget)) is None:
                 if deadline.expired():
                     raise RingStalled([end for end in sources.ends if not end.abort_word()])
+                budget = budget_of_more(deadline)
         except (RingStalled, RingStopped) as error:
             context.fail(error, operation)
         except BaseException:

@@ -15,12 +15,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from xvcomm.jit.inline import register_jitable
+from xvcomm.types.deadline import Deadline
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _memcpy = types.ExternalFunction("memcpy", types.voidptr(types.voidptr, types.voidptr, types.uint64))
 
 READY, PENDING, STOPPED = 0, 1, 2
+
+BUDGET = 20_000_000
+"""Nanoseconds that compiled code may spend off the core before Python checks signals and deadlines."""
+_LONG_SECONDS = 0.1
 
 _WORD = ir.IntType(64)
 _AHEAD = 2048
@@ -218,7 +223,12 @@ def rest(idle: int, spins: int) -> None:
     if idle < spins + 400:
         sched_yield()
     else:
-        usleep(min(200, 10 + (idle - spins - 400)))
+        usleep(min(1000, 10 + (idle - spins - 400)))
+
+
+def budget_of_more(deadline: Deadline) -> int:
+    """The budget of a wait that has used one up: a long one, for each call yields at first, until the deadline at most."""
+    return int(1e9 * deadline.sooner(_LONG_SECONDS))
 
 
 @register_jitable
