@@ -51,6 +51,7 @@ class TcpTransport(Transport):
         self.network: Network | None = None
         self._cards: Cards | None = None
         self._announce: Callable[[], None] = lambda: None
+        self._meet: Callable[[Sequence[int]], None] = lambda members: None
         self._patience = config.timeout
 
     @classmethod
@@ -71,10 +72,17 @@ class TcpTransport(Transport):
         listeners, mine = interfaces.listen(config)
         threads = _threads(config, membership.neighbours)
 
+        places: dict[int, bytes] = {}
+
         @cache
         def routes(rank: int) -> list[Route]:
-            theirs = _decode_place(store.get(f"place/{rank}", Deadline.after(self._patience)))
-            return interfaces.routes(mine, theirs, threads, config.rdma_pairs)
+            theirs = places.get(rank) or store.get(f"place/{rank}", Deadline.after(self._patience))
+            return interfaces.routes(mine, _decode_place(theirs), threads, config.rdma_pairs)
+
+        def meet(ranks: Sequence[int]) -> None:
+            unknown = [rank for rank in ranks if rank not in places]
+            _, found = store.exchange([], [f"place/{rank}" for rank in unknown], Deadline.after(self._patience), 0.0)
+            places.update((rank, place) for rank, place in zip(unknown, found, strict=True) if place is not None)
 
         with contextlib.ExitStack() as failing:
             for listener in listeners:
@@ -86,6 +94,7 @@ class TcpTransport(Transport):
                 mine = mine.with_rdma(self._cards.reaches, self._cards.ports())
             place = msgspec.msgpack.encode(mine)
             mine_there = f"place/{membership.rank}"
+            self._meet = meet
             self._announce = lambda: store.set(mine_there, place, Deadline.after(config.timeout))
             store.publish(mine_there, place, Deadline.after(config.timeout))
             self.network = Network(
@@ -133,9 +142,8 @@ class TcpTransport(Transport):
         if (network := self.network) is not None:
             network.part(member)
 
-    def meet(self, member: int) -> None:
-        if (network := self.network) is not None:
-            network.routes(member)
+    def meet(self, members: Sequence[int]) -> None:
+        self._meet(members)
 
     def doubt(self, member: int, seconds: float) -> None:
         if (network := self.network) is not None:

@@ -117,7 +117,7 @@ def _lose(comm, phase, victims, graph):
             with contextlib.suppress(PeerLost):
                 _run(comm, time.monotonic() + _WAIT_SECONDS)
         die()
-    since, gone = time.monotonic(), context(comm).session.gone
+    since, gone = time.monotonic(), context(comm).session.liveness.gone
     if comm.rank == late:
         await_that(lambda: all(map(gone, victims)))
     with pytest.raises(PeerLost):

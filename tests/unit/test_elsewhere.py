@@ -122,7 +122,7 @@ def test_a_stopped_store_is_followed_until_the_deadline(monkeypatch: pytest.Monk
 def follow(store: Store, deadline: Deadline = NEVER, **calls: Any) -> Elsewhere:
     """Begin to follow a store as rank 0 of two, on a host of its own."""
     given = {"server": None, "transport": mock.Mock(), "losses": (), "lost": mock.Mock(), "told": mock.Mock(), **calls}
-    return Elsewhere(store, 0, (0,), tried=1, timeout=10, deadline=deadline, **given)
+    return Elsewhere(store, 0, (0,), others=[1], timeout=10, deadline=deadline, **given)
 
 
 def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:

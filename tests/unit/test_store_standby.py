@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -54,26 +52,6 @@ def test_the_successor_is_served_when_it_is_wanted(server: TcpServer) -> None:
     for store in (here, there):
         store.close()
     standby.close()
-
-
-def test_who_answers(server: TcpServer) -> None:
-    """A process that listens, one that has ended, and one whose host takes no more connections and says nothing."""
-    store = client(server)
-    standby, gone = opened(store), opened(store)
-    gone.close()
-    with contextlib.ExitStack() as opening, socket.socket() as full:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for _ in range(2):
-            waiting = opening.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(full.getsockname())
-        mute = f"127.0.0.1 {full.getsockname()[1]}"
-        addresses = [standby.address, gone.address, mute]
-        assert store.ended(addresses) == [gone.address]
-        assert store.silent(addresses) == [mute]
-    standby.close()
-    store.close()
 
 
 def test_one_that_is_not_served_yet(server: TcpServer) -> None:

@@ -51,9 +51,6 @@ class Store:
         if self.misses >= 0:
             raise StoreError("no route to the host")
 
-    def silent(self, addresses: Collection[str]) -> list[str]:
-        return []
-
     def ended(self, addresses: Collection[str]) -> list[str]:
         return [address for address in addresses if address in self.over]
 

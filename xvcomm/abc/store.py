@@ -286,10 +286,6 @@ class Store(ABC):
         """
         return []
 
-    def silent(self, addresses: Collection[str]) -> list[str]:
-        """Those addresses of `Standby`s whose hosts do not answer; takes up to 1.4 seconds, or no time if all answer."""
-        return []
-
     def give_up(self) -> None:  # noqa: B027 - most stores have no calls that only a network would end
         """Let calls in progress in other threads, and all later ones, raise StoreError: the store's host is out of reach."""
 
@@ -382,9 +378,6 @@ class ForwardingStore(Store):
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return self._store.ended(addresses)
-
-    def silent(self, addresses: Collection[str]) -> list[str]:
-        return self._store.silent(addresses)
 
 
 class PrefixStore(ForwardingStore):

@@ -274,11 +274,11 @@ class Transport(ABC):
             member: its number in the whole job.
         """
 
-    def meet(self, member: int) -> None:  # noqa: B027 - ranks that share memory need nothing
-        """Find out how a rank can be reached, while the job's store can be asked. May block; any thread.
+    def meet(self, members: Sequence[int]) -> None:  # noqa: B027 - ranks that share memory need nothing
+        """Find out how ranks can be reached, while the job's store can be asked. May block; any thread.
 
         Args:
-            member: its number in the whole job.
+            members: their numbers in the whole job.
         """
 
     def doubt(self, member: int, seconds: float) -> None:  # noqa: B027 - ranks that share memory see it there

@@ -95,8 +95,10 @@ class Link:
 
     def doubt(self, seconds: float) -> None:
         """Nothing was heard of the process's host for some seconds, over other ways than this link's."""
-        if not self.rails:
-            self._seen, self._hurries = time.monotonic() - seconds, True
+        before = time.monotonic() - seconds
+        if not self._search.proven and self._accepted < before:
+            self._seen, self._hurries = min(self._seen, before), True
+            self._stir.set()
 
     async def keep(self) -> None:
         """Make rails and replace lost ones, until the process is gone."""

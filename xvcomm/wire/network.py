@@ -156,8 +156,7 @@ class Network:
             self._loop.call_soon_threadsafe(self._doubt, found, seconds)
 
     def _doubt(self, link: Link, seconds: float) -> None:
-        if link not in self._kept:
-            link.doubt(seconds)
+        link.doubt(seconds)
         self._keep(link)
 
     def part(self, rank: int) -> None:

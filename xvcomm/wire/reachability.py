@@ -186,9 +186,14 @@ class Search:
         self._refusing.clear()
         self.failures.clear()
 
+    @property
+    def proven(self) -> bool:
+        """Whether there was a rail."""
+        return bool(self._proven)
+
     def waited(self) -> bool:
         """Whether a process that does not answer for long may be given up: there was a rail, or all routes were tried."""
-        return bool(self._proven) or all(route in self._tried for route in self._of_hosts)
+        return self.proven or all(route in self._tried for route in self._of_hosts)
 
     def ended(self) -> bool:
         """Whether the process has ended: all its addresses were tried, and nobody listens where it did, or nowhere."""

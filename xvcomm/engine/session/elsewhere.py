@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -22,6 +22,8 @@ from xvcomm.types.deadline import Deadline, poll
 
 _WHY = "its process has ended: its connection to the job's store is closed"
 _POST_SECONDS, _SOON_SECONDS, _AGAIN_SECONDS, _TRIES, _FLUSH_SECONDS = 2.0, 0.025, 0.5, 10, 1.5
+_MET = 256
+"""Of so many ranks the addresses are asked for ahead of need: the store may be lost together with them."""
 _PLACE = "deaths"
 
 
@@ -96,7 +98,7 @@ class Elsewhere:
         rank: of this process in the whole job, as all ranks here.
         neighbours: the ranks of this host, which learn of each other in shared memory.
         server: the rank with which the store ends, if it does.
-        tried: the rank of another host that is tried.
+        others: the ranks of other hosts, of which the first is tried.
         timeout: seconds without a sign of a host after which it is lost.
         deadline: until the store must be followed.
         transport: what joins this rank with another, which is told of those that have left or whose host does not answer.
@@ -106,11 +108,12 @@ class Elsewhere:
     """
 
     def __init__(
-        self, store: Store, rank: int, neighbours: Collection[int], server: int | None, tried: int, timeout: float,
+        self, store: Store, rank: int, neighbours: Collection[int], server: int | None, others: Sequence[int], timeout: float,
         deadline: Deadline, transport: Callable[[int], Transport], losses: Container[int], lost: Callable[[int, str], None],
         told: Callable[[int, Stop | Departure], None],
     ) -> None:  # fmt: skip
-        self._store, self._rank, self._neighbours, self._server, self._tried = store, rank, neighbours, server, tried
+        self._store, self._rank, self._neighbours, self._server, self._others = store, rank, neighbours, server, others
+        self._tried = others[0]
         self._transport, self._losses, self._lost, self._told, self._over = transport, losses, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
         died, silent = (msgspec.msgpack.encode(_Notice(rank, silent=silent)) for silent in (False, True))
@@ -132,7 +135,7 @@ class Elsewhere:
         self._begun.result()
 
     def meet(self) -> None:
-        """All ranks have started: learn how the one is reached that is tried. What is posted goes out after that."""
+        """All ranks have started: learn how those of other hosts are reached. What is posted goes out after that."""
         self._met.set()
 
     @property
@@ -172,8 +175,7 @@ class Elsewhere:
             return
         self._met.wait()
         if not self._over:
-            with contextlib.suppress(XvcommError):
-                self._transport(self._tried).meet(self._tried)
+            self._meet_others()
         failed, end = 0, None
         while end is None:
             again = min(_SOON_SECONDS * 2**failed, _AGAIN_SECONDS)
@@ -187,6 +189,14 @@ class Elsewhere:
                     failed = 0  # else it may have gone out nevertheless: to hear it twice is harmless
                     for _ in news:
                         self._news.popleft()
+
+    def _meet_others(self) -> None:
+        by: dict[Transport, list[int]] = {}
+        for rank in self._others[:_MET]:
+            by.setdefault(self._transport(rank), []).append(rank)
+        for transport, ranks in by.items():
+            with contextlib.suppress(XvcommError):
+                transport.meet(ranks)
 
     def _next(self, seconds: float | None) -> _End | None:
         """Wait for news, or for the end, which is given. All that has come is posted together: a slow store gets few notices.

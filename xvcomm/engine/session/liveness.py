@@ -87,11 +87,6 @@ class Liveness:
         self._supervision.note_lost(rank, self._supervision.lost.get(rank, why))
         self._supervision.lose(rank)
 
-    def lose_silent(self, rank: int) -> None:
-        """A rank's host has not answered there where it would serve the store."""
-        if rank not in self._neighbours and not self._reach.transport(rank).answers(rank):
-            self.lose(rank, "its host does not answer, as other ranks of it do not")
-
     def doubt(self, ranks: Sequence[int]) -> None:
         """Find out which ranks of other hosts are lost, though the store does not tell: what one tells of deaths ends with it."""
         elsewhere = [rank for rank in ranks if rank not in self._neighbours]

@@ -94,7 +94,7 @@ class Session:
         spare = spare_ports(config) if size > 1 else ()
         self.succession = Succession(
             self.store, rank, spare, lambda r: self.liveness.gone(r), lambda r: self.liveness.stricken(r),
-            lambda r: self.liveness.lose_silent(r),
+            lambda ranks: self.liveness.doubt(ranks),
         )  # fmt: skip
         self._cleanup.callback(self.succession.close)
         self._cleanup.callback(self.store.close)
@@ -209,8 +209,9 @@ class Session:
         """Begin to follow what the store tells of other hosts, as far as any of their ranks are left."""
         others = [r for r in range(self.size) if r not in self.neighbours and not self.liveness.gone(r)]
         server = self.succession.server
+        others.sort(key=lambda rank: rank != server)
         self._elsewhere = None if not others else Elsewhere(
-            self.store, self.rank, self.neighbours, server, server if server in others else others[0],
+            self.store, self.rank, self.neighbours, server, others,
             self.config.peer_timeout, deadline, self._reach.transport, self.supervision.lost, self.liveness.lose,
             self.supervision.hear,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from xvcomm.config import Config
 from xvcomm.engine.session.joining import Place
@@ -38,7 +38,7 @@ class Succession:
         ports: to try for other hosts; none if this rank is not to serve.
         gone: whether a rank has died or left.
         stricken: whether a rank of the same host has died: then the whole host may be out of reach.
-        lose: told of a rank whose host does not answer.
+        doubt: finds out which of some ranks are lost; it does not wait for that.
 
     Attributes:
         place: where this rank can serve.
@@ -48,9 +48,9 @@ class Succession:
 
     def __init__(
         self, store: MovingStore, rank: int, ports: Sequence[int], gone: Callable[[int], bool],
-        stricken: Callable[[int], bool], lose: Callable[[int], None],
+        stricken: Callable[[int], bool], doubt: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
-        self._store, self._rank, self._gone, self._stricken, self._lose = store, rank, gone, stricken, lose
+        self._store, self._rank, self._gone, self._stricken, self._doubt = store, rank, gone, stricken, doubt
         self._standby = store.standby(ports) if ports else None
         self.place = Place(self._standby.address, self._standby.local) if self._standby is not None else Place()
         self.server: int | None = None
@@ -84,11 +84,8 @@ class Succession:
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
         """Those of some ranks that have ended or left, as far as can be told by what they kept for a successor."""
-        return self._those(self._store.ended, ranks)
-
-    def _those(self, which: Callable[[Collection[str]], Collection[str]], ranks: Iterable[int]) -> list[int]:
         of = {self._addresses[rank]: rank for rank in ranks if self._addresses[rank]}
-        return sorted(of[address] for address in which(of))
+        return sorted(of[address] for address in self._store.ended(of))
 
     def note_unreachable(self) -> None:
         """The store cannot be reached."""
@@ -119,15 +116,10 @@ class Succession:
         with self._moving:
             if not self.due():
                 return
-            self._lose_silent()
+            # At once, since each of them would be tried as a successor until it counts as lost.
+            self._doubt([rank for rank in range(len(self._addresses)) if self._lives(rank) and self._stricken(rank)])
             if not self._answers():
                 self._move(deadline, leaving)
-
-    def _lose_silent(self) -> None:
-        """Find out which ranks beside lost ones do not answer: neither store tells of them, and each would be tried for long."""
-        doubted = (rank for rank in range(len(self._addresses)) if self._lives(rank) and self._stricken(rank))
-        for rank in self._those(self._store.silent, doubted):
-            self._lose(rank)
 
     def _answers(self) -> bool:
         """Whether the store answers nevertheless, and its server has not left."""

@@ -18,8 +18,6 @@ from xvcomm.rendezvous.store.server import CLOSE_GRACE, TcpServer
 from xvcomm.system import forking
 
 _ANSWER_SECONDS = 0.3
-_CONNECT_SECONDS = 1.4
-"""How long a host may take to answer: the kernel asks a second time after one second."""
 _AT_ONCE = 128
 """How many addresses are tried at once."""
 
@@ -32,44 +30,32 @@ def place(address: str) -> tuple[str, int]:
 
 def ended(addresses: Collection[str]) -> list[str]:
     """See `Store.ended`."""
-    return _tried(addresses, _ANSWER_SECONDS)[0]
+    every = list(addresses)
+    return [found for begin in range(0, len(every), _AT_ONCE) for found in _refusing(every[begin : begin + _AT_ONCE])]
 
 
-def silent(addresses: Collection[str]) -> list[str]:
-    """See `Store.silent`."""
-    return _tried(addresses, _CONNECT_SECONDS)[1]
-
-
-def _tried(addresses: Collection[str], seconds: float) -> tuple[list[str], list[str]]:
-    """The addresses that refuse a connection, and those whose hosts do not answer within so many seconds."""
-    every, refusing, unanswered = list(addresses), list[str](), list[str]()
-    for begin in range(0, len(every), _AT_ONCE):
-        results = _connect(every[begin : begin + _AT_ONCE], seconds)
-        refusing += [address for address, result in results.items() if result == errno.ECONNREFUSED]
-        unanswered += [address for address, result in results.items() if result not in (0, errno.ECONNREFUSED)]
-    return refusing, unanswered
-
-
-def _connect(addresses: Sequence[str], seconds: float) -> dict[str, int]:
-    """What connections to each address end with: a number of `errno`, or 0."""
-    results: dict[str, int] = {}
-    poll, until = select.poll(), time.monotonic() + seconds
+def _refusing(addresses: Sequence[str]) -> list[str]:
+    """The addresses that refuse a connection."""
+    found: list[str] = []
+    poll, until = select.poll(), time.monotonic() + _ANSWER_SECONDS
     with contextlib.ExitStack() as opened:
         tried: dict[int, tuple[str, socket.socket]] = {}
         for address in addresses:
             host, port = place(address)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
-            results[address] = sock.connect_ex((host, port))
-            if results[address] == errno.EINPROGRESS:
+            if sock.connect_ex((host, port)) == errno.ECONNREFUSED:
+                found.append(address)
+            else:
                 tried[sock.fileno()] = address, sock
                 poll.register(sock, select.POLLOUT)
         while tried and (left := until - time.monotonic()) > 0:
             for descriptor, _ in poll.poll(1000 * left):
                 address, sock = tried.pop(descriptor)
                 poll.unregister(descriptor)
-                results[address] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    return results
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+                    found.append(address)
+    return found
 
 
 class TcpStandby(Standby):

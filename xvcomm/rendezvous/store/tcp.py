@@ -16,7 +16,7 @@ from xvcomm.errors import AuthenticationError, DeadlineExceeded, ResourceError, 
 from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.connection import Connection, NotYet, dial
 from xvcomm.rendezvous.store.server import TcpServer
-from xvcomm.rendezvous.store.standby import TcpStandby, ended, place, silent
+from xvcomm.rendezvous.store.standby import TcpStandby, ended, place
 from xvcomm.system import limits
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import NEVER, Deadline
@@ -124,9 +124,6 @@ class TcpStore(Store):
 
     def ended(self, addresses: Collection[str]) -> list[str]:
         return ended(addresses)
-
-    def silent(self, addresses: Collection[str]) -> list[str]:
-        return silent(addresses)
 
     def give_up(self) -> None:
         with self._lock:
