@@ -53,11 +53,13 @@ import numpy as np, xvcomm
 comm = xvcomm.init()
 comm.barrier()
 def block():
-    time.sleep(1)
+    while comm.rank < 2 and len(comm.history()) < 2:
+        time.sleep(0.05)
+    print(f"rank {comm.rank} blocks", flush=True)
     sys.setswitchinterval(100)
     ctypes.PyDLL(None).pause()  # with the interpreter's lock
-threading.Thread(target=block, daemon=True).start()
 print(f"rank {comm.rank} is process {os.getpid()}", flush=True)
+threading.Thread(target=block, daemon=True).start()
 if comm.rank < 2:
     comm.recv(np.ones(3), 2 + comm.rank)
 time.sleep(100)
@@ -171,8 +173,9 @@ class Hang:
         self._until(lambda: words in self.written())
 
     def end(self, number: signal.Signals) -> None:
-        """Let the launcher end the job."""
-        time.sleep(1.5)  # until their interpreters are blocked
+        """Let the launcher end the job, once all ranks block their interpreters."""
+        self._until(lambda: len(re.findall(r"rank \d blocks", self.written())) == len(self.pids))
+        time.sleep(0.5)
         self._process.send_signal(number)
         self._process.wait(60)
 

@@ -41,15 +41,16 @@ class LastDumps:
         if self._folder is None:
             return
         wanted, found = set(groups), list[Snapshot]()
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # they end by themselves just now, or the system refuses a thread
+        try:
             for job in live.jobs():
                 if wanted & {_group(pid) for pid in job.pids}:
-                    found += job.alone()
+                    with contextlib.suppress(OSError, ValueError):  # its ranks end by themselves just now
+                        found += job.alone()
             thread = Daemon("xvcomm-dumps", partial(self._write, self._folder, found))
             thread.start()
             self._threads.append(thread)
+        except Exception as error:  # whatever it is, the ranks must be ended
+            self._say(f"cannot write what the ranks did to {self._folder} (XVCOMM_TRACE_DIR): {error}")
 
     def _write(self, folder: Path, found: Iterable[Snapshot]) -> None:
         try:

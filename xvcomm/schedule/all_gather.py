@@ -15,11 +15,8 @@ def write(b: Builder) -> None:
     own = Packed(b, Buf.OUT, b.island, blocks)
     arrivals = [(other, Packed(b, Buf.OUT, other, blocks)) for other in b.behind()]
     alike = len(set(b.request.counts)) == 1
-    if alike:  # each rank sends its own block, which needs no native call before
-        _cross(b, own, arrivals, alike=True)
     _gather_own(b, own, alike=alike)
-    if not alike:
-        _cross(b, own, arrivals, alike=False)
+    _cross(b, own, arrivals, alike=alike)
     own.spread(b)
     for _, arrived in arrivals:
         if b.island.size > 1 and arrived.count:
@@ -38,7 +35,11 @@ def _gather_own(b: Builder, own: Packed, *, alike: bool) -> None:
 
 
 def _cross(b: Builder, own: Packed, arrivals: list[tuple[Island, Packed]], *, alike: bool) -> None:
-    """Send this rank's share of the island's blocks to the other islands, and receive shares of theirs."""
+    """Send this rank's share of the island's blocks to the other islands, and receive shares of theirs.
+
+    Args:
+        alike: whether all blocks are equal: then each rank sends its own one, which waits for no native call.
+    """
     begin, end = _sent(b, own, b.island, alike=alike).part(b.local)
     first = Span(Buf.IN, -begin, end) if alike else own.span  # the block itself
     for other in b.ahead():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -101,7 +102,9 @@ class Supervision:
     def note_stages(self) -> None:
         """Note in the flight recorder how far operations are that have not ended."""
         found: list[Progress] = []
-        self.watch_over(lambda context: found.append(context.progress()))
+        for context in self.contexts():
+            with contextlib.suppress(Exception):  # a report that knows less is no reason to abort
+                found.append(context.progress())
         if known := stages(found):  # there is no recorder before there are communicators
             self._journal.recorder.note_stages(known)
 
