@@ -44,11 +44,13 @@ class TcpTransport(Transport):
 
     Attributes:
         network: this process's links, from `join` to `close`.
+        places: what ranks have published, by rank, as far as it was asked for ahead of need.
     """
 
     def __init__(self, config: Config, host: str) -> None:
         self._config = config
         self.network: Network | None = None
+        self.places: dict[int, bytes] = {}
         self._cards: Cards | None = None
         self._announce: Callable[[], None] = lambda: None
         self._meet: Callable[[Sequence[int]], None] = lambda members: None
@@ -72,7 +74,7 @@ class TcpTransport(Transport):
         listeners, mine = interfaces.listen(config)
         threads = _threads(config, membership.neighbours)
 
-        places: dict[int, bytes] = {}
+        places = self.places
 
         @cache
         def routes(rank: int) -> list[Route]:

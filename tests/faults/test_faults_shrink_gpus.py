@@ -1,6 +1,10 @@
 """Ranks with GPU memory are lost, and the others go on, by `shrink` and `grow`: on the stand-in of AMD's libraries."""
 
+import contextlib
 import gc
+import os
+import threading
+from collections import Counter
 from unittest import mock
 
 import numpy as np
@@ -9,9 +13,11 @@ from growing import restarted
 from shrinking import outcomes, shrunk
 from shrinking_gpus import PHASES, PLACES, come_back, survive, survive_and_take_in
 
+from xvcomm.errors import ClosedError, PeerLost
 from xvcomm.testing.arrays import arrays
 from xvcomm.testing.cases import SMALL_GPU_RINGS
 from xvcomm.testing.inside import context
+from xvcomm.testing.signals import await_that
 from xvcomm.testing.world import World
 
 pytest.importorskip("rocm.bindings", reason="hip-python is not installed: pip install hip-python")
@@ -85,3 +91,51 @@ def test_events_are_used_again(job):
     with world:
         for made in world.run(events_made, 16):
             assert made <= 128, f"{made} events for 8 communicators"
+
+
+COUNTED = {
+    "allocate": ("allocations", 1), "free": ("allocations", -1), "shareable": ("shared", 1), "open": ("imports", 1),
+    "close": ("imports", -1), "register": ("pinned", 1), "unregister": ("pinned", -1), "stream": ("streams", 1),
+    "event": ("events", 1),
+}  # fmt: skip
+"""Calls of a vendor's runtime, and what each of them makes or gives back."""
+
+
+def held_by_shrunk(comm, *times):
+    """What is held after so many shrinks, each with a receive under way: by the device, descriptors, and threads."""
+    a, group, made, held = arrays(comm), comm.split(0), Counter(), []
+    after, before, runtime = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, context(comm).device.runtime
+
+    def counted(name, what, number):
+        real = getattr(runtime, name)
+        return mock.patch.object(runtime, name, lambda *args: made.update({what: number}) or real(*args))
+
+    with contextlib.ExitStack() as patches:
+        for name, (what, number) in COUNTED.items():
+            patches.enter_context(counted(name, what, number))
+        for number in range(1, max(times) + 1):
+            group.all_reduce(a.put(np.ones(1000)))
+            group.sendrecv(a.put(np.ones(10)), after, a.put(np.ones(10)), before)
+            work = group.irecv(a.put(np.ones(10)), before, channel=1)
+            comm.barrier()
+            group, _ = shrunk(group)
+            await_that(work.done)
+            assert isinstance(work.exception(), PeerLost | ClosedError)
+            comm.barrier()
+            gc.collect()  # a communicator that was closed is in reference cycles
+            if number in times:
+                held.append(
+                    {**made, "descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+                )
+    group.close()
+    return held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["1 and 1", "one island of 3", "2 and 2"])
+def test_fifty_shrinks_leak_nothing(job, place):
+    """Pools grow for the first ones, since a communicator's memory is free only once it is collected."""
+    world, _ = job(place)
+    with world:
+        for early, late in world.run(held_by_shrunk, 25, 75):
+            assert all(late[what] <= early[what] + 2 for what in late), (early, late)

@@ -18,12 +18,16 @@ def context(comm: Communicator) -> Context:
 
 def network(comm: Communicator) -> Network:
     """The links of this process to those of other hosts, in a job that has some."""
-    tcp: Any = next(t for t in context(comm).session.transports if t.capabilities().scheme == "tcp")
-    found: Network = tcp.network
+    found: Network = _tcp(comm).network
     return found
+
+
+def _tcp(comm: Communicator) -> Any:
+    return next(t for t in context(comm).session.transports if t.capabilities().scheme == "tcp")
 
 
 def forget_routes(comm: Communicator) -> None:
     """Let this process, which may have looked up already how others are reached, do so again."""
-    routes: Any = network(comm)._process.routes
-    routes.cache_clear()
+    tcp = _tcp(comm)
+    tcp.places.clear()
+    tcp.network._process.routes.cache_clear()
