@@ -60,7 +60,7 @@ def on_gpus(comm, folder, one_island):
         own.get(large)
         if comm.rank == 1:
             works = [group.irecv(own.put(np.zeros(16)), 0) for _ in range(2)]
-            until(sent.exists)  # who waits for a message lets all of its ring go
+            until(sent.exists)  # a wait for a message lets all of its ring go
             for work in works:
                 work.synchronize()
         elif comm.rank == 0:
