@@ -13,7 +13,7 @@ from xvcomm.types.topology import Topology
 def test_equal_blocks_cross_the_border_while_islands_gather(labels: str) -> None:
     """Each rank sends its own block from the input: neither waits for the other, also where input and output coincide."""
     topology = Topology.from_labels(labels)
-    request = Request(Collective.ALL_GATHER, 4, counts=(7,) * topology.size)
+    request = Request(Collective.ALL_GATHER, 4, counts=(8,) * topology.size)
     for rank in range(topology.size):
         steps = build(request, topology, rank).steps
         sent = [step for step in steps if isinstance(step, Put)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xvcomm.schedule.builder import Builder, part
 from xvcomm.schedule.packing import Packed
-from xvcomm.schedule.partition import Cut
+from xvcomm.schedule.partition import Cut, grain
 from xvcomm.schedule.steps import Buf, NativeOp, Span
 from xvcomm.types.topology import Island
 
@@ -14,7 +14,7 @@ def write(b: Builder) -> None:
     blocks = Cut.of(b.request.counts)
     own = Packed(b, Buf.OUT, b.island, blocks)
     arrivals = [(other, Packed(b, Buf.OUT, other, blocks)) for other in b.behind()]
-    alike = len(set(b.request.counts)) == 1
+    alike = len(set(b.request.counts)) == 1 and b.request.counts[0] % grain(b.request.itemsize) == 0
     _gather_own(b, own, alike=alike)
     _cross(b, own, arrivals, alike=alike)
     own.spread(b)
@@ -38,7 +38,8 @@ def _cross(b: Builder, own: Packed, arrivals: list[tuple[Island, Packed]], *, al
     """Send this rank's share of the island's blocks to the other islands, and receive shares of theirs.
 
     Args:
-        alike: whether all blocks are equal: then each rank sends its own one, which waits for no native call.
+        alike: whether all blocks are equal and end at a multiple of 16 bytes, as shares do: then each rank sends its own one,
+            which waits for no native call.
     """
     begin, end = _sent(b, own, b.island, alike=alike).part(b.local)
     first = Span(Buf.IN, -begin, end) if alike else own.span  # the block itself
