@@ -2,12 +2,12 @@
 
     python benchmarks/torch_train.py --out docs/figures
 
-runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each communication library, each in a job of its
-own: xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island or another host, between which
-TCP carries (rehearsals), NCCL, NCCL without P2P, Gloo. The larger model is trained by the pipeline only, over two islands,
-over two hosts and with NCCL. The text is random tokens: only speed and the first losses matter. Writes torch-trainN.md and
-.json for N ranks; modes that are not measured in this run keep their entries there and are not judged. Exits with code 1 if a
-bar is not met.
+runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each communication library, each in a job of its own:
+xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island or another host, between which TCP
+carries (rehearsals), NCCL, NCCL without P2P, Gloo. The pipeline has a stage on each half of the GPUs, which DDP replicates
+there. The larger model is trained over two islands, over two hosts and with NCCL. The text is random tokens: only speed and the
+first losses matter. Writes torch-trainN.md and .json for N ranks; modes that are not measured in this run keep their entries
+there and are not judged. Exits with code 1 if a bar is not met.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ WAYS = {
     "gloo": Way("gloo"),
 }
 SEED = 1
+STAGES = 2
+"""Stages of the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,16 @@ class Shape:
     vocabulary: int = 16384
     tokens: int = 2048
     samples: int = 8
-    micro_batches: int = 8
 
     def parameters(self) -> int:
         """Number of parameters."""
         return self.layers * (4 * self.dim**2 + 3 * self.dim * self.hidden) + 2 * self.vocabulary * self.dim
 
 
-SHAPES = dict.fromkeys(("ddp", "fsdp2", "pp"), Shape()) | {"pp-8b": Shape(dim=4096, layers=32, hidden=14336)}
+LARGE = "pp-8b"
+SHAPES = dict.fromkeys(("ddp", "fsdp2", "pp"), Shape()) | {LARGE: Shape(dim=4096, layers=32, hidden=14336)}
 """The model that is trained in each mode."""
 
-LARGE = "pp-8b"
 LARGE_WAYS = (ISLANDS, HOSTS, "nccl", "nccl without P2P")
 
 
@@ -158,24 +159,31 @@ class Replicated:
 
 
 class Piped:
-    """A 1F1B pipeline over all ranks."""
+    """A 1F1B pipeline of two stages, one on each half of the ranks, which replicate it; micro-batches are of one sample."""
 
     def __init__(self, shape: Shape, mode: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        share = shape.layers // ranks
-        net = model(shape, rank * share, (rank + 1) * share)
-        stage = PipelineStage(net, rank, ranks, torch.device("cuda"))
-        self.schedule = Schedule1F1B(stage, shape.micro_batches, loss_fn=loss_of)
-        self.first, self.last = rank == 0, rank == ranks - 1
+        self.copies = dist.get_world_size() // STAGES
+        number, self.copy = divmod(dist.get_rank(), self.copies)
+        mesh = init_device_mesh("cuda", (STAGES, self.copies), mesh_dim_names=("pp", "dp"))
+        share = shape.layers // STAGES
+        net: nn.Module = model(shape, number * share, (number + 1) * share)
+        if self.copies > 1:
+            devices, group = [torch.cuda.current_device()], mesh.get_group("dp")
+            net = nn.parallel.DistributedDataParallel(net, devices, process_group=group, gradient_as_bucket_view=True)
+        stage = PipelineStage(net, number, STAGES, torch.device("cuda"), group=mesh.get_group("pp"))
+        self.schedule = Schedule1F1B(stage, shape.samples // self.copies, loss_fn=loss_of)
+        self.first, self.last = number == 0, number == STAGES - 1
         self.parameters = list(net.parameters())
 
     def step(self, x: Tensor, y: Tensor) -> float | Tensor:
-        """Run all micro-batches; the last rank returns the mean loss."""
+        """Run all micro-batches; ranks of the last stage return the mean loss of theirs."""
+        mine = slice(self.copy, None, self.copies)
         losses: list[Tensor] = []
-        inputs = (x,) if self.first else ()
-        more: dict[str, Any] = {"target": y, "losses": losses} if self.last else {}
+        inputs = (x[mine],) if self.first else ()
+        more: dict[str, Any] = {"target": y[mine], "losses": losses} if self.last else {}
         self.schedule.step(*inputs, **more)
         return torch.stack(losses).mean() if losses else math.nan
 
@@ -277,9 +285,9 @@ def markdown(figures: Sequence[Figure]) -> str:
         "",
         f"{ranks} GPUs. torch {torch.__version__}. A LLaMA of "
         f"{shape.parameters() / 1e9:.2f} billion parameters (8B: {large.parameters() / 1e9:.2f}), bfloat16, AdamW; "
-        f"{shape.samples} samples of {shape.tokens} tokens a "
-        f"step, {shape.micro_batches} micro-batches in the pipeline. Tokens a second, medians. Islands and hosts are labels: a "
-        "rehearsal.",
+        f"{shape.samples} samples of {shape.tokens} tokens a step. The pipeline has {STAGES} stages, "
+        f"each on {ranks // STAGES} GPUs, and micro-batches of a sample. Tokens a second, medians. Islands and hosts are "
+        "labels: a rehearsal.",
         "",
         *judged,
         "| | GPUs, date | "
