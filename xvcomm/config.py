@@ -173,7 +173,7 @@ class Config:
     )
     gpu_ring_lanes: int = _var(
         8,
-        "Lanes of a ring with a GPU at one or both ends, at most 64; doubled for collectives between islands.",
+        "Lanes of a ring with a GPU at one or both ends, at most 64; for collectives 1.5 times, between hosts twice as many.",
         least=1,
         most=64,
     )
