@@ -5,9 +5,9 @@
 runs DDP, FSDP2 and a pipeline (1F1B) on all GPUs of this host, once for each communication library, each in a job of its own:
 xvcomm with the GPUs as one island, xvcomm with half of them labelled as another island or another host, between which TCP
 carries (rehearsals), NCCL, NCCL without P2P, Gloo. The pipeline has a stage on each half of the GPUs, which DDP replicates
-there. The larger model is trained over two islands, over two hosts and with NCCL. The text is random tokens: only speed and the
-first losses matter. Writes torch-trainN.md and .json for N ranks; modes that are not measured in this run keep their entries
-there and are not judged. Exits with code 1 if a bar is not met.
+there. The larger model is trained by the pipeline only, over two islands, over two hosts and with NCCL. The text is random
+tokens: only speed and the first losses matter. Writes torch-trainN.md and .json for N ranks; modes that are not measured in
+this run keep their entries there and are not judged. Exits with code 1 if a bar is not met.
 """
 
 from __future__ import annotations
@@ -330,8 +330,8 @@ def main() -> int:
         rank_main(WAYS[way], mode, int(steps), Shape(**json.loads(shape)), file)
         return 0
     ranks = torch.cuda.device_count()
-    if ranks < 2:
-        sys.exit("this takes two GPUs and more")
+    if ranks == 0 or ranks % STAGES:
+        sys.exit(f"each of {STAGES} stages needs as many GPUs: set CUDA_VISIBLE_DEVICES to an even number of them")
     arguments.out.mkdir(parents=True, exist_ok=True)
     page = arguments.out / f"torch-train{ranks}.md"
     record, modes = page.with_suffix(".json"), arguments.modes.split(",")
