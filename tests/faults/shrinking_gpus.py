@@ -108,15 +108,15 @@ def _lose(comm, phase, victims, graph):
     a, signals, doomed = arrays(comm), Signals(comm), own(comm) in victims
     others = [rank for rank in range(comm.size) if comm.job_ranks[rank] not in victims]
     late = others[0] if len(others) > 1 and phase in ("native", "graph") else None  # until they are dead
-    begun = [] if comm.rank == late else _begin(comm, phase, victims, graph)
-    signals.tell("waiting")
     if doomed:
-        with contextlib.suppress(PeerLost):  # the other victim may be dead
+        with contextlib.suppress(PeerLost):  # another victim may be dead
+            begun = _begin(comm, phase, victims, graph)
             signals.hear("waiting", others)
-        if phase == "running":
-            with contextlib.suppress(PeerLost):
+            if phase == "running":
                 _run(comm, time.monotonic() + _WAIT_SECONDS)
         die()
+    begun = [] if comm.rank == late else _begin(comm, phase, victims, graph)
+    signals.tell("waiting")
     since, gone = time.monotonic(), context(comm).session.liveness.gone
     if comm.rank == late:
         await_that(lambda: all(map(gone, victims)))
