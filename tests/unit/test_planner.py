@@ -14,7 +14,7 @@ from xvcomm.engine.planner import Planner
 from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
-from xvcomm.schedule.steps import Collective, Exchange, GetReduce, Native, NativeOp, Request
+from xvcomm.schedule.steps import Collective, Exchange, GetReduce, Native, Request
 from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_ARRAYS_BYTES, WIRE_PARTS_BYTES, tune
 from xvcomm.types.topology import Topology
 
@@ -37,7 +37,7 @@ def test_large_arrays_are_cut_into_segments() -> None:
     assert small.segment == 0
     assert large.segment * 4 == 2 << 20  # two links carry a segment
     natives = [step for step in large.schedule.steps if isinstance(step, Native)]
-    sizes = [step.src.count for step in natives if step.op is NativeOp.REDUCE_SCATTER]
+    sizes = [step.src.count for step in natives if step.op is Collective.REDUCE_SCATTER]
     first, *between, last = sizes
     assert sum(sizes) == 1 << 22
     unit = large.segment // 64

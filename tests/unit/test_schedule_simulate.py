@@ -21,7 +21,6 @@ from xvcomm.schedule.steps import (
     GetReduce,
     Lane,
     Native,
-    NativeOp,
     Put,
     Reduce,
     Request,
@@ -203,7 +202,7 @@ def test_rules_of_memory_and_lanes(steps: tuple[Step, ...], message: str) -> Non
 
 
 def test_a_native_call_may_not_half_overlap_its_source() -> None:
-    call = Native(Lane.NATIVE, (), NativeOp.ALL_REDUCE, Span(Buf.OUT, 0, 2), Span(Buf.OUT, 1, 2))
+    call = Native(Lane.NATIVE, (), Collective.ALL_REDUCE, Span(Buf.OUT, 0, 2), Span(Buf.OUT, 1, 2))
     plan = (Copy(Lane.NATIVE, (), IN, OUT), call)
     with pytest.raises(ScheduleError, match="overlap without coinciding"):
         by_hand(plan, plan, topology=Topology.from_labels("aa"))

@@ -13,15 +13,13 @@ from xvcomm.cli.doctor import size_text
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError
 from xvcomm.schedule.cost import Links, Prediction, estimate
+from xvcomm.schedule.layout import ROOTED, WHOLE
 from xvcomm.schedule.steps import Collective, Request
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.topology import Topology, parse_islands
 
 if TYPE_CHECKING:
     from xvcomm.engine.planner import Plan
-
-_ROOTED = (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
-_WHOLE = (Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST)
 
 
 def plan(
@@ -98,8 +96,8 @@ def make_request(op: Collective, ranks: int, size: int, dtype: str, root: int) -
     if itemsize is None:
         raise ArgumentError(f"unknown dtype {dtype!r}; known are {', '.join(d.name for d in DTYPES)}")
     elements = size // itemsize
-    where = root if op in _ROOTED else -1
-    if op in _WHOLE:
+    where = root if op in ROOTED else -1
+    if op in WHOLE:
         return Request(op, itemsize, count=elements, root=where)
     if op is Collective.ALL_TO_ALL:
         alike = (elements // ranks,) * ranks

@@ -19,6 +19,7 @@ from xvcomm.engine.session.rings import SHORT_LAYOUT, Use
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.schedule.steps import (
     Buf,
+    Collective,
     Copy,
     Exchange,
     Factor,
@@ -26,7 +27,6 @@ from xvcomm.schedule.steps import (
     GetReduce,
     Lane,
     Native,
-    NativeOp,
     Put,
     Reduce,
     Scale,
@@ -358,7 +358,7 @@ class _Run:
     def _native(self, step: Native, stream: Stream) -> None:
         native, form = self._context.native(self.deadline), self._native_form(step)
         src, dst = self._at(step.src), self._at(step.dst)
-        if step.op is NativeOp.REDUCE_SCATTER and self._of(step.dst) is not form.dtype:
+        if step.op is Collective.REDUCE_SCATTER and self._of(step.dst) is not form.dtype:
             assert isinstance(native, SupportsPartialSums), "only plans for host memory keep partial sums in float32"
             native.partial_sums(src, dst, step.counts, form.dtype, form.reduction, stream)
         else:

@@ -22,11 +22,7 @@ from xvcomm.types.opcode import OpCode
 
 _NO_REDUCTION = Reduction(ReduceOp.SUM)
 _BARRIER = OpCode.BARRIER
-_REQUESTS = {
-    OpCode.BROADCAST: Op.BROADCAST, OpCode.REDUCE: Op.REDUCE, OpCode.ALL_REDUCE: Op.ALL_REDUCE,
-    OpCode.BARRIER: Op.ALL_REDUCE, OpCode.REDUCE_SCATTER: Op.REDUCE_SCATTER, OpCode.ALL_GATHER: Op.ALL_GATHER,
-    OpCode.GATHER: Op.GATHER, OpCode.SCATTER: Op.SCATTER, OpCode.ALL_TO_ALL: Op.ALL_TO_ALL,
-}  # fmt: skip
+_REQUESTS = {OpCode[op.name]: op for op in Op} | {OpCode.BARRIER: Op.ALL_REDUCE}
 
 
 Key = tuple[OpCode, object, Hashable, Hashable]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xvcomm.schedule.builder import Builder, part
 from xvcomm.schedule.packing import Packed
 from xvcomm.schedule.partition import Cut, grain
-from xvcomm.schedule.steps import Buf, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Span
 from xvcomm.types.topology import Island
 
 
@@ -21,7 +21,7 @@ def write(b: Builder) -> None:
     for _, arrived in arrivals:
         if b.island.size > 1 and arrived.count:
             shares = b.fair(arrived.count, b.island)
-            b.native(NativeOp.ALL_GATHER, part(arrived.span, *shares.part(b.local)), arrived.span, shares.counts)
+            b.native(Collective.ALL_GATHER, part(arrived.span, *shares.part(b.local)), arrived.span, shares.counts)
         arrived.spread(b)
 
 
@@ -31,7 +31,7 @@ def _gather_own(b: Builder, own: Packed, *, alike: bool) -> None:
         b.copy(block, own.span)
     elif own.count:
         kept = part(own.span, *own.members.part(b.local)) if alike else None  # else it is sent from there
-        b.native(NativeOp.ALL_GATHER, block, own.span, own.members.counts, kept=kept)
+        b.native(Collective.ALL_GATHER, block, own.span, own.members.counts, kept=kept)
 
 
 def _cross(b: Builder, own: Packed, arrivals: list[tuple[Island, Packed]], *, alike: bool) -> None:

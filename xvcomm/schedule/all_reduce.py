@@ -13,7 +13,7 @@ from itertools import pairwise
 from xvcomm.schedule.builder import Builder, part, pipelined
 from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut, weighted
-from xvcomm.schedule.steps import Buf, Exchange, Lane, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Exchange, Lane, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def write(b: Builder) -> None:
         else:
             _divide_sums(b, piece)
         if b.island.size > 1:
-            b.native(NativeOp.ALL_GATHER, piece.result, piece.whole, piece.shares.counts)
+            b.native(Collective.ALL_GATHER, piece.result, piece.whole, piece.shares.counts)
 
     pipelined(b.pieces(b.request.count), first, second)
 
@@ -131,7 +131,7 @@ def _exchange_all(b: Builder) -> None:
     count = whole.count
     own = source if b.island.size == 1 else b.scratch(count) if b.adds_two else whole
     if b.island.size > 1:
-        b.native(NativeOp.ALL_REDUCE, source, own)
+        b.native(Collective.ALL_REDUCE, source, own)
     for other in b.ahead():
         for rank in other.ranks[b.local :: b.island.size]:
             b.put(rank, own)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xvcomm.schedule.builder import Builder
 from xvcomm.schedule.packing import Packed
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Span
 from xvcomm.types.topology import Island
 
 
@@ -46,5 +46,5 @@ def _inside(b: Builder, sends: Cut, receives: Cut) -> None:
         b.copy(outgoing.span, incoming.span)
     else:
         counts, recv_counts = outgoing.members.counts, incoming.members.counts
-        b.native(NativeOp.ALL_TO_ALL, outgoing.span, incoming.span, counts, recv_counts)
+        b.native(Collective.ALL_TO_ALL, outgoing.span, incoming.span, counts, recv_counts)
     incoming.spread(b)

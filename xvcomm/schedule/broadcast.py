@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xvcomm.schedule.builder import Builder, part
-from xvcomm.schedule.steps import Buf, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Span
 
 
 def write(b: Builder) -> None:
@@ -21,7 +21,7 @@ def _send(b: Builder, start: int, stop: int) -> None:
     whole = Span(Buf.OUT, start, stop - start)
     source = Span(Buf.IN, start, stop - start) if b.rank == root else Span(Buf.OUT, start, 0)
     if b.island.size > 1:
-        b.native(NativeOp.BROADCAST, source, whole, root=b.topology.local(root))
+        b.native(Collective.BROADCAST, source, whole, root=b.topology.local(root))
     held = source if b.rank == root else whole
     begin, end = b.fair(whole.count, b.island).part(b.local)
     for other in b.ahead():
@@ -37,4 +37,4 @@ def _receive(b: Builder, start: int, stop: int) -> None:
     for member, lower, upper in b.fair(whole.count, home).overlaps(begin, end):
         b.get(home.ranks[member], part(whole, lower, upper))
     if b.island.size > 1:
-        b.native(NativeOp.ALL_GATHER, part(whole, begin, end), whole, shares.counts)
+        b.native(Collective.ALL_GATHER, part(whole, begin, end), whole, shares.counts)

@@ -11,6 +11,7 @@ from xvcomm.schedule.layout import in_place
 from xvcomm.schedule.partition import Cut, fair, grain
 from xvcomm.schedule.steps import (
     Buf,
+    Collective,
     Copy,
     Exchange,
     Factor,
@@ -18,7 +19,6 @@ from xvcomm.schedule.steps import (
     GetReduce,
     Lane,
     Native,
-    NativeOp,
     Put,
     Reduce,
     Request,
@@ -140,7 +140,7 @@ class Builder:
 
     def native(
         self,
-        op: NativeOp,
+        op: Collective,
         src: Span,
         dst: Span,
         counts: tuple[int, ...] = (),

@@ -10,13 +10,13 @@ from xvcomm.errors import ScheduleError
 from xvcomm.schedule import build
 from xvcomm.schedule.steps import (
     Buf,
+    Collective,
     Copy,
     Exchange,
     Get,
     GetReduce,
     Lane,
     Native,
-    NativeOp,
     Put,
     Reduce,
     Request,
@@ -145,8 +145,8 @@ def _nbytes(span: Span, itemsize: int) -> int:
 def _moved(call: Native) -> int:
     """Elements that one member sends or receives, whichever is more, if the native library uses a ring algorithm."""
     larger, smaller = max(call.src.count, call.dst.count), min(call.src.count, call.dst.count)
-    if call.op is NativeOp.ALL_REDUCE:
+    if call.op is Collective.ALL_REDUCE:
         return 2 * larger
-    if call.op in (NativeOp.REDUCE_SCATTER, NativeOp.ALL_GATHER, NativeOp.GATHER, NativeOp.SCATTER):
+    if call.op in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.GATHER, Collective.SCATTER):
         return larger - smaller  # a member's own part is not transferred
     return larger

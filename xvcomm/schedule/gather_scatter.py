@@ -5,7 +5,7 @@ from __future__ import annotations
 from xvcomm.schedule.builder import NOTHING, Builder
 from xvcomm.schedule.packing import Packed
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Span
 
 
 def write_gather(b: Builder) -> None:
@@ -16,13 +16,13 @@ def write_gather(b: Builder) -> None:
         b.put(root, block)
         return
     if b.rank != root:
-        _native(b, NativeOp.GATHER, block, NOTHING)
+        _native(b, Collective.GATHER, block, NOTHING)
         return
     blocks = Cut.of(counts)
     packed = Packed(b, Buf.OUT, b.island, blocks)
     if b.island.size == 1:
         b.copy(block, packed.span)
-    _native(b, NativeOp.GATHER, block, packed.span)
+    _native(b, Collective.GATHER, block, packed.span)
     for rank in _foreign(b):
         b.get(rank, Span(Buf.OUT, blocks.offsets[rank], counts[rank]))
     packed.spread(b)
@@ -36,19 +36,19 @@ def write_scatter(b: Builder) -> None:
         b.get(root, block)
         return
     if b.rank != root:
-        _native(b, NativeOp.SCATTER, NOTHING, block)
+        _native(b, Collective.SCATTER, NOTHING, block)
         return
     blocks = Cut.of(counts)
     packed = Packed(b, Buf.IN, b.island, blocks)
     packed.collect(b)
     if b.island.size == 1:
         b.copy(packed.span, block)
-    _native(b, NativeOp.SCATTER, packed.span, block)
+    _native(b, Collective.SCATTER, packed.span, block)
     for rank in _foreign(b):
         b.put(rank, Span(Buf.IN, blocks.offsets[rank], counts[rank]))
 
 
-def _native(b: Builder, op: NativeOp, src: Span, dst: Span) -> None:
+def _native(b: Builder, op: Collective, src: Span, dst: Span) -> None:
     counts = tuple(b.request.counts[rank] for rank in b.island.ranks)
     if b.island.size > 1 and any(counts):
         b.native(op, src, dst, counts, root=b.topology.local(b.request.root))

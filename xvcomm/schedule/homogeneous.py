@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xvcomm.schedule.builder import Builder
 from xvcomm.schedule.layout import in_count, out_count
-from xvcomm.schedule.steps import Buf, Collective, Lane, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Lane, Span
 
 
 def write(b: Builder) -> None:
@@ -21,6 +21,5 @@ def write(b: Builder) -> None:
     if b.topology.size == 1:
         b.copy(source, result)
     else:
-        op = NativeOp(request.op.value)
-        b.native(op, source, result, request.counts, request.recv_counts, request.root)
+        b.native(request.op, source, result, request.counts, request.recv_counts, request.root)
     b.finish(result, Lane.NATIVE)

@@ -10,8 +10,9 @@ from xvcomm.schedule.partition import Cut
 from xvcomm.schedule.steps import Collective, Request
 from xvcomm.types.topology import Topology
 
-_WHOLE = frozenset((Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST))
-_ROOTED = frozenset((Collective.REDUCE, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER))
+WHOLE = frozenset((Collective.ALL_REDUCE, Collective.REDUCE, Collective.BROADCAST))
+ROOTED = frozenset((Collective.REDUCE, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER))
+"""Collectives of one array that all ranks describe by its elements, and those with a root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def runs(ranks: Sequence[int], blocks: Cut) -> list[Run]:
 def in_count(request: Request, rank: int) -> int:
     """Elements of IN on `rank`; 0 if the operation reads none there."""
     op = request.op
-    if op in _WHOLE:
+    if op in WHOLE:
         return request.count if op is not Collective.BROADCAST or rank == request.root else 0
     if op in (Collective.ALL_GATHER, Collective.GATHER):
         return request.counts[rank]
@@ -58,7 +59,7 @@ def in_count(request: Request, rank: int) -> int:
 def out_count(request: Request, rank: int) -> int:
     """Elements of OUT on `rank`; 0 if the operation writes none there."""
     op = request.op
-    if op in _WHOLE:
+    if op in WHOLE:
         return request.count if op is not Collective.REDUCE or rank == request.root else 0
     if op in (Collective.REDUCE_SCATTER, Collective.SCATTER):
         return request.counts[rank]
@@ -73,7 +74,7 @@ def in_place(request: Request, rank: int) -> tuple[int, int]:
     An all_to_all cannot run in place: its two arrays are placed one after the other.
     """
     op = request.op
-    if op in _WHOLE:
+    if op in WHOLE:
         return 0, 0
     if op is Collective.ALL_TO_ALL:
         return 0, in_count(request, rank)
@@ -92,9 +93,9 @@ def check(request: Request, topology: Topology, rank: int) -> None:
     size = topology.size
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} is not in 0..{size - 1}; pass a rank of this topology")
-    if request.op in _ROOTED and not 0 <= request.root < size:
+    if request.op in ROOTED and not 0 <= request.root < size:
         raise ArgumentError(f"{request.op.value}: root {request.root} is not in 0..{size - 1}; pass a rank")
-    if request.op in _WHOLE:
+    if request.op in WHOLE:
         return
     lengths = (len(request.counts), len(request.recv_counts) if request.op is Collective.ALL_TO_ALL else size)
     if lengths != (size, size):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from xvcomm.schedule.builder import Builder
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Lane, Span
 from xvcomm.types.topology import Island
 
 
 def island_sum(b: Builder, source: Span, shares: Cut, dst: Span) -> None:
     """Reduce every member's `source` within the island, and write this rank's share of the result to `dst`."""
     if b.island.size > 1:
-        b.native(NativeOp.REDUCE_SCATTER, source, dst, shares.counts)
+        b.native(Collective.REDUCE_SCATTER, source, dst, shares.counts)
     else:
         b.copy(source, dst)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xvcomm.schedule.builder import NOTHING, Builder, part, pipelined
 from xvcomm.schedule.partials import island_sum, room, total, wide_sum
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, Lane, NativeOp, Span
+from xvcomm.schedule.steps import Buf, Collective, Lane, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +91,4 @@ def _gather(b: Builder, piece: _Piece, share: Span) -> None:
         return
     root = b.request.root
     result = Span(Buf.OUT, piece.start, piece.shares.total) if b.rank == root else NOTHING
-    b.native(NativeOp.GATHER, share, result, piece.shares.counts, root=b.topology.local(root))
+    b.native(Collective.GATHER, share, result, piece.shares.counts, root=b.topology.local(root))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xvcomm.schedule.describe import span_text
 from xvcomm.schedule.layout import in_count, in_place, out_count
 from xvcomm.schedule.partition import Cut
-from xvcomm.schedule.steps import Buf, Collective, Native, NativeOp, Request, Span
+from xvcomm.schedule.steps import Buf, Collective, Native, Request, Span
 from xvcomm.types.dtype import ReduceOp, from_numpy
 
 Array = NDArray[Any]
@@ -139,7 +139,7 @@ def native(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) ->
     first = calls[0]
     for call in calls[1:]:
         same = (call.op, call.root) == (first.op, first.root)
-        if not same or (first.op is not NativeOp.ALL_TO_ALL and call.counts != first.counts):
+        if not same or (first.op is not Collective.ALL_TO_ALL and call.counts != first.counts):
             raise Fault(f"members make different calls: {first} and {call}")
     for member, (memory, call) in enumerate(zip(memories, calls, strict=True)):
         _check_overlap(memory, call, member)
@@ -154,11 +154,11 @@ def _check_overlap(memory: Memory, call: Native, member: int) -> None:
         return
     before = sum(call.counts[:member])
     expected = src
-    if call.op in (NativeOp.REDUCE_SCATTER, NativeOp.SCATTER):
+    if call.op in (Collective.REDUCE_SCATTER, Collective.SCATTER):
         expected = src + before
-    elif call.op in (NativeOp.ALL_GATHER, NativeOp.GATHER):
+    elif call.op in (Collective.ALL_GATHER, Collective.GATHER):
         expected = src - before
-    if dst != expected or call.op is NativeOp.ALL_TO_ALL:
+    if dst != expected or call.op is Collective.ALL_TO_ALL:
         raise Fault(f"{span_text(call.src)} and {span_text(call.dst)} overlap without coinciding")
 
 
@@ -228,13 +228,13 @@ def _reduce(op: ReduceOp, memories: Sequence[Memory], calls: Sequence[Native]) -
     return _only_root(combine(op, _sources(memories, calls)), calls)
 
 
-_NATIVE: dict[NativeOp, Callable[[ReduceOp, Sequence[Memory], Sequence[Native]], _Results]] = {
-    NativeOp.ALL_REDUCE: _all_reduce,
-    NativeOp.REDUCE_SCATTER: _reduce_scatter,
-    NativeOp.ALL_GATHER: _all_gather,
-    NativeOp.BROADCAST: _broadcast,
-    NativeOp.ALL_TO_ALL: _all_to_all,
-    NativeOp.GATHER: _gather,
-    NativeOp.SCATTER: _scatter,
-    NativeOp.REDUCE: _reduce,
+_NATIVE: dict[Collective, Callable[[ReduceOp, Sequence[Memory], Sequence[Native]], _Results]] = {
+    Collective.ALL_REDUCE: _all_reduce,
+    Collective.REDUCE_SCATTER: _reduce_scatter,
+    Collective.ALL_GATHER: _all_gather,
+    Collective.BROADCAST: _broadcast,
+    Collective.ALL_TO_ALL: _all_to_all,
+    Collective.GATHER: _gather,
+    Collective.SCATTER: _scatter,
+    Collective.REDUCE: _reduce,
 }

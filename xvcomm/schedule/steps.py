@@ -32,17 +32,17 @@ class Lane(enum.Enum):
     __hash__ = object.__hash__  # as in Buf
 
 
-class NativeOp(enum.Enum):
-    """Call of the native library, within this rank's island."""
+class Collective(enum.Enum):
+    """A collective that a schedule carries out, or the same within an island, as one call of the native library."""
 
     ALL_REDUCE = "all_reduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
+    REDUCE = "reduce"
     BROADCAST = "broadcast"
-    ALL_TO_ALL = "all_to_all"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
     GATHER = "gather"
     SCATTER = "scatter"
-    REDUCE = "reduce"
+    ALL_TO_ALL = "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Native(Step):
         root: member that has the source or the result; -1 if the op has none.
     """
 
-    op: NativeOp
+    op: Collective
     src: Span
     dst: Span
     counts: tuple[int, ...] = ()
@@ -187,19 +187,6 @@ class Exchange(enum.Enum):
     )
     SUMS = "sums"  # two islands send their sums, and both add all of them; more of them send PARTS
     PARTS = "parts of sums, then of results"  # the additions are divided among all ranks
-
-
-class Collective(enum.Enum):
-    """The public collectives that need a schedule."""
-
-    ALL_REDUCE = "all_reduce"
-    REDUCE = "reduce"
-    BROADCAST = "broadcast"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    ALL_TO_ALL = "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)
