@@ -123,13 +123,7 @@ def meet(mine: Member, me: int, members: int, name: str, store: Store, deadline:
 
 def _missing(keys: Sequence[str], store: Store) -> list[int]:
     """The members whose keys are not set."""
-    found = []
-    for member, key in enumerate(keys):
-        try:
-            store.get(key, Deadline.after(0))
-        except NotSet:
-            found.append(member)
-    return found
+    return [member for member, key in enumerate(keys) if not store.has(key)]
 
 
 def join(start: Callable[[], int], free: Callable[[int], None], done: str, store: Store, deadline: Deadline) -> int:

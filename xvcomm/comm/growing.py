@@ -20,7 +20,8 @@ from xvcomm.engine.session.pending_request import PendingRequest
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.session.survivors import Decision
 from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
-from xvcomm.rendezvous.store.guarded import Failure, GuardedStore, cause
+from xvcomm.rendezvous.store.failure import Failure, Outcome, cause, decode_outcome
+from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -33,15 +34,6 @@ _AGAIN_SECONDS = 3.0
 """How long newcomers may take to ask again after an attempt that failed; the next one goes on without those that do not."""
 _SETTLE_SECONDS = 2.0
 """How long the store may take to keep the outcome after the deadline, since the others are to learn of it."""
-
-
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """Why there is no grown job; or that there is one."""
-
-    failure: Failure | None = None
-
-
-_decode_outcome = msgspec.msgpack.Decoder(_Outcome).decode
 
 
 class Attempt:
@@ -115,10 +107,10 @@ class Attempt:
         place, deadline = self._place, self._deadline
         place.set(f"made/{self._rank}", b"", deadline)
         if place.add("made", 1, deadline) == self._size:
-            return self._decide(_Outcome())
+            return self._decide(Outcome())
         while True:
             try:
-                return _decode_outcome(place.get("outcome", Deadline.after(deadline.sooner(_LOOK_SECONDS)))).failure
+                return decode_outcome(place.get("outcome", Deadline.after(deadline.sooner(_LOOK_SECONDS)))).failure
             except NotSet:
                 pass
             try:
@@ -156,7 +148,7 @@ class Attempt:
 
     def _outcome(self, deadline: Deadline) -> Failure | None:
         try:
-            return _decode_outcome(self._place.get("outcome", deadline)).failure
+            return decode_outcome(self._place.get("outcome", deadline)).failure
         except NotSet:
             return None
 
@@ -171,12 +163,12 @@ class Attempt:
             found = self._late(found.peer)
         mine = Failure.of(found)
         try:
-            return self._decide(_Outcome(mine))
+            return self._decide(Outcome(mine))
         except XvcommError:
             raise error from None
 
-    def _decide(self, outcome: _Outcome) -> Failure | None:
-        return _decode_outcome(self._place.decide("outcome", msgspec.msgpack.encode(outcome), self._settling())).failure
+    def _decide(self, outcome: Outcome) -> Failure | None:
+        return decode_outcome(self._place.decide("outcome", msgspec.msgpack.encode(outcome), self._settling())).failure
 
     def _settling(self) -> Deadline:
         return Deadline.after(max(self._deadline.left(), _SETTLE_SECONDS))

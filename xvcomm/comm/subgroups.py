@@ -15,6 +15,7 @@ import numpy as np
 from xvcomm.abc.store import NotSet, PrefixStore, Store
 from xvcomm.comm.objects import Objects, gather_bytes
 from xvcomm.errors import Aborted, ArgumentError, DeadlineExceeded, MismatchError, PeerLost, XvcommError
+from xvcomm.rendezvous.store.failure import Failure, Outcome, decode_outcome
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -82,19 +83,6 @@ def naming(context: Context) -> Iterator[None]:
         raise
 
 
-class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of an agreement for all members that came: success, or why not.
-
-    `peer` is the rank that is gone, late or failed, by its number in the whole job.
-    """
-
-    late: str = ""
-    differs: str = ""
-    failed: str = ""
-    gone: str = ""
-    peer: int | None = None
-
-
 class _Card(msgspec.Struct, frozen=True, array_like=True):
     """What a waiting member is waiting for: the `number`-th group with these members under a name."""
 
@@ -102,7 +90,7 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
     number: int
 
 
-_decode_verdict, _decode_card = msgspec.msgpack.Decoder(_Verdict).decode, msgspec.msgpack.Decoder(_Card).decode
+_decode_card = msgspec.msgpack.Decoder(_Card).decode
 
 
 class Meetings:
@@ -180,46 +168,40 @@ class Meetings:
         try:
             place.set(f"here/{context.rank}", b"", deadline)
             if place.add("here", 1, deadline) == len(mine.members):
-                verdict = _decide(place, _Verdict())
+                failure = _decide(place, None)
             else:
-                verdict = _decode_verdict(place.get("verdict", deadline))
+                failure = decode_outcome(place.get("outcome", deadline)).failure
         except (NotSet, MismatchError) as error:
             context.check_in_job()  # if the parent has failed, that is the reason, which all members know
             late = isinstance(error, NotSet)
-            why = _late(place, mine.members, name, context.ranks) if late else _Verdict(differs=str(error))
-            verdict = _decide(place, why)
+            failure = _decide(place, _late(place, mine.members, name, context.ranks) if late else error)
         except DeadlineExceeded:
             context.check_in_job()
             raise  # the store does not answer, so the others cannot be informed
         except BaseException as error:
+            why: XvcommError
             if isinstance(error, PeerLost) and error.peer is not None:
-                why = _Verdict(gone=str(error), peer=error.peer)
+                why = error
             else:
                 failed = error.peer if isinstance(error, Aborted) else context.session.rank
-                why = _Verdict(failed=f"rank {context.rank} failed: {type(error).__name__}: {error}", peer=failed)
+                why = Aborted(f"rank {context.rank} failed: {type(error).__name__}: {error}", peer=failed)
             with contextlib.suppress(XvcommError):
                 _decide(place, why)
             raise
-        for text, kind in (
-            (verdict.gone, PeerLost), (verdict.late, DeadlineExceeded), (verdict.differs, MismatchError),
-            (verdict.failed, Aborted),
-        ):  # fmt: skip
-            if text:
-                raise kind(text, rank=context.session.rank, peer=verdict.peer, op="subgroup")
+        if failure is not None:
+            raise failure.error(rank=context.session.rank, op="subgroup")
 
     def _miss(self, mine: _Card, name: str, place: Store) -> None:
         """Raise PeerLost for a member that closed the parent before it came."""
         context = self._context
         for member in context.lifecycle.departed.intersection(mine.members):
-            try:
-                place.get(f"here/{member}", Deadline.after(0))
-            except DeadlineExceeded:
+            if not place.has(f"here/{member}"):
                 info = context.session.infos[context.ranks[member]]
                 raise PeerLost(
                     f"subgroup {name!r} of ranks {_listed(mine.members)}: rank {member} on {info.hostname} closed the "
                     f"communicator before it joined; {context.session.liveness.last_words(info.rank)}",
                     rank=context.session.rank, peer=info.rank, op="subgroup",
-                ) from None  # fmt: skip
+                )  # fmt: skip
 
     def _compare(self, mine: _Card, name: str, cards: Store, looks: int) -> None:
         """Raise MismatchError if a member waits for another group that includes this rank, since neither can complete then."""
@@ -240,35 +222,26 @@ class Meetings:
                 )
 
 
-def _decide(place: Store, verdict: _Verdict) -> _Verdict:
-    """Publish this verdict unless another member has published one; return the one that applies."""
-    settling = Deadline.after(_SETTLE_SECONDS)
-    if place.add("decided", 1, settling) == 1:
-        place.set("verdict", msgspec.msgpack.encode(verdict), settling)
-        return verdict
+def _decide(place: Store, why: XvcommError | None) -> Failure | None:
+    """Publish why there is no group, or that there is one, unless another member has published that; gives what applies."""
+    mine = msgspec.msgpack.encode(Outcome(None if why is None else Failure.of(why)))
     try:
-        # Read through the unguarded store: the guard would raise the failure that this verdict describes.
-        return _decode_verdict(place.get("verdict", settling))
+        return decode_outcome(place.decide("outcome", mine, Deadline.after(_SETTLE_SECONDS))).failure
     except NotSet as error:
         raise DeadlineExceeded(
             "subgroup: the member that decides the outcome is stopped or very slow, or has ended; look for a stopped process"
         ) from error
 
 
-def _late(place: Store, members: Sequence[int], name: str, world: Sequence[int]) -> _Verdict:
+def _late(place: Store, members: Sequence[int], name: str, world: Sequence[int]) -> DeadlineExceeded:
     """Why the members that came give up; `world`: the numbers of the parent's ranks in the whole job."""
-    absent = []
-    for rank in members:
-        try:
-            place.wait([f"here/{rank}"], Deadline.after(0))
-        except DeadlineExceeded:
-            absent.append(rank)
+    absent = [rank for rank in members if not place.has(f"here/{rank}")]
     who = f"{'rank' if len(absent) == 1 else 'ranks'} {_listed(absent)}"
     text = (
         f"subgroup {name!r} of ranks {_listed(members)}: {who} did not join in time; all members, and only they, must "
         "call subgroup() with equal ranks and name, equally often"
     )
-    return _Verdict(late=text, peer=world[absent[0]] if absent else None)
+    return DeadlineExceeded(text, peer=world[absent[0]] if absent else None)
 
 
 def _listed(ranks: Sequence[int]) -> str:

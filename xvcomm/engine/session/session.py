@@ -38,7 +38,8 @@ from xvcomm.engine.session.succession import Succession, spare_ports
 from xvcomm.engine.session.supervision import Supervision
 from xvcomm.engine.session.watchdog import Rounds, Watchdog
 from xvcomm.errors import PeerLost, XvcommError
-from xvcomm.rendezvous.store.guarded import GuardedStore, cause
+from xvcomm.rendezvous.store.failure import cause
+from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import ended, join_barrier, refuse
 from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.system import forking, limits

@@ -12,7 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from xvcomm.abc.store import DecideAtEnd, Look, NotSet, Post, PrefixStore, Set, Step, Store
-from xvcomm.errors import Aborted, DeadlineExceeded, PeerLost, StoreError, XvcommError
+from xvcomm.errors import DeadlineExceeded, PeerLost, StoreError, XvcommError
+from xvcomm.rendezvous.store.failure import Failure, decode_failure
 from xvcomm.types.deadline import NEVER, Deadline
 
 _SETTLE_SECONDS = 1.0
@@ -23,30 +24,8 @@ _NAMED = 16
 """Maximum number of late ranks that an error names."""
 _FAILURE = "failure"
 _LOOK = Look(_FAILURE)
-_KINDS: dict[str, type[XvcommError]] = {kind.__name__: kind for kind in (PeerLost, DeadlineExceeded, Aborted)}
 
 T = TypeVar("T")
-
-
-class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """PeerLost, DeadlineExceeded or Aborted for other ranks: its class, its text, and the rank of the job that it names."""
-
-    kind: str
-    text: str
-    peer: int | None = None
-
-    @classmethod
-    def of(cls, error: XvcommError) -> Failure:
-        """What becomes of an error of one of these classes."""
-        kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-        return cls(kind, str(error), error.peer)
-
-    def error(self) -> XvcommError:
-        """The error that another rank raises."""
-        return _KINDS[self.kind](self.text, peer=self.peer)
-
-
-_decode_failure = msgspec.msgpack.Decoder(Failure).decode
 
 
 class GuardedStore(PrefixStore):
@@ -85,7 +64,7 @@ class GuardedStore(PrefixStore):
     def failure(self, deadline: Deadline) -> XvcommError | None:
         """The error that a rank reported by `fail`, if one did."""
         try:
-            return _decode_failure(super().get(_FAILURE, Deadline.after(deadline.sooner(0)))).error()
+            return decode_failure(super().get(_FAILURE, Deadline.after(deadline.sooner(0)))).error()
         except DeadlineExceeded:
             return None
 
@@ -152,7 +131,7 @@ class GuardedStore(PrefixStore):
     def _consider(self, failure: bytes) -> None:
         """`check`, which has asked the store already."""
         if failure:
-            raise _decode_failure(failure).error()
+            raise decode_failure(failure).error()
         self._check()
 
     def get(self, key: str, deadline: Deadline) -> bytes:
@@ -185,25 +164,18 @@ class GuardedStore(PrefixStore):
 
         def look() -> None:
             for other in departed():
-                if not self._begun(other):
+                if not self.has(f"begun/{other}"):
                     text = f"rank {other} of the job ended before it opened shared memory; restart the job"
                     raise PeerLost(text, rank=rank, peer=other)
 
         arrival: list[Step] = [Set(f"begun/{rank}", b""), Post("arrivals", b"")]
         _, (complete,) = self._ask(arrival, [f"arrivals/{len(ranks)}"], deadline, math.inf, look)
         if complete is None:
-            late = [r for r in ranks if not self._begun(r)] or [rank]
+            late = [r for r in ranks if not self.has(f"begun/{r}")] or [rank]
             names = ", ".join(f"rank {r} of the job" for r in late[:_NAMED])
             raise DeadlineExceeded(
                 f"{names} did not open shared memory in time; stopped or very slow", rank=rank, peer=late[0]
             )
-
-    def _begun(self, rank: int) -> bool:
-        try:
-            self.wait([f"begun/{rank}"], Deadline.after(0))
-        except DeadlineExceeded:
-            return False
-        return True
 
     def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
         while True:
@@ -226,10 +198,3 @@ class GuardedStore(PrefixStore):
                 self._unreachable()
                 time.sleep(_PAUSE_SECONDS)
             raise
-
-
-def cause(error: BaseException, rank: int, hostname: str) -> XvcommError:
-    """The error for `GuardedStore.fail` when a rank fails by an error: the same one if another rank caused it."""
-    if isinstance(error, (PeerLost, DeadlineExceeded, Aborted)) and error.peer not in (None, rank):
-        return error
-    return Aborted(f"rank {rank} on {hostname} failed: {type(error).__name__}: {error}", peer=rank)

@@ -12,6 +12,7 @@ import msgspec
 
 from xvcomm.abc.store import Add, Decide, DecideAtEnd, Look, NotSet, Store
 from xvcomm.errors import Aborted, ArgumentError, ConfigError, DeadlineExceeded, PeerLost, XvcommError
+from xvcomm.rendezvous.store.failure import Failure
 from xvcomm.system import processes
 from xvcomm.types.deadline import Deadline
 
@@ -51,11 +52,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     infos: list[bytes] = []
-    late: str = ""
-    wrong: str = ""
-    failed: str = ""
-    lost: str = ""
-    peer: int | None = None
+    failure: Failure | None = None
 
 
 _decode_entry, _decode_verdict = msgspec.msgpack.Decoder(_Entry).decode, msgspec.msgpack.Decoder(_Verdict).decode
@@ -106,8 +103,9 @@ def join_barrier(
     count, sizes = joined & ((1 << _SIZE_SHIFT) - 1), joined >> _SIZE_SHIFT
     if sizes != count * size:
         # Ranks with a smaller size may have started without this one, which cannot join them.
-        wrong = _sizes(store, rank, size, noun)
-        raise ConfigError(_decide(store, _Verdict(wrong=wrong)).wrong or wrong, rank=rank)
+        wrong = Failure.of(ConfigError(_sizes(store, rank, size, noun)))
+        first = _decide(store, _Verdict(failure=wrong)).failure
+        raise (first if first is not None and first.kind == wrong.kind else wrong).error(rank=rank)
     if count == size and not told:
         told = store.exchange([Look(f"info/{r}") for r in range(size)], deadline=deadline)[0]
     if count == size and all(told):  # else a process that came twice is counted, and will say so
@@ -119,14 +117,8 @@ def join_barrier(
             verdict = _read(store, deadline) if noticed else _look(store, size, deadline, noun)
         except DeadlineExceeded:
             verdict = _give_up(store, size, noun)
-    if verdict.wrong:
-        raise ConfigError(verdict.wrong, rank=rank)
-    if verdict.failed:
-        raise Aborted(verdict.failed, rank=rank, peer=verdict.peer)
-    if verdict.lost:
-        raise PeerLost(verdict.lost, rank=rank, peer=verdict.peer)
-    if verdict.late:
-        raise DeadlineExceeded(verdict.late, rank=rank, peer=verdict.peer)
+    if verdict.failure is not None:
+        raise verdict.failure.error(rank=rank)
     return verdict.infos
 
 
@@ -134,7 +126,7 @@ def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK)
     """Make the ranks that wait in `join_barrier` fail: this rank cannot take part, because of `error`."""
     text = f"{noun.noun} {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
     with contextlib.suppress(XvcommError):
-        _decide(store, _Verdict(failed=text, peer=rank))
+        _decide(store, _failed(Aborted(text, peer=rank)))
 
 
 def ended(store: Store) -> list[int]:
@@ -181,8 +173,13 @@ def _twice(store: Store, rank: int, deadline: Deadline, noun: Noun) -> ConfigErr
         f"two processes are {noun.noun} {rank}: {first}, and {_who()}; give each process its own {noun.number}, and each job "
         "a store that no other job has used"
     )
-    _decide(store, _Verdict(wrong=text))
-    return ConfigError(text, rank=rank)
+    error = ConfigError(text, rank=rank)
+    _decide(store, _failed(error))
+    return error
+
+
+def _failed(error: XvcommError) -> _Verdict:
+    return _Verdict(failure=Failure.of(error))
 
 
 def _decide(store: Store, verdict: _Verdict) -> _Verdict:
@@ -227,7 +224,7 @@ def _ended(rank: int, who: str, noun: Noun) -> _Verdict:
         f"{noun.noun} {rank} ({who}) has ended before all {noun.noun}s had joined; its own output tells why, then start the job "
         "again"
     )
-    return _Verdict(lost=text, peer=rank)
+    return _failed(PeerLost(text, peer=rank))
 
 
 def _entry(store: Store, rank: int, deadline: Deadline) -> _Entry:
@@ -243,9 +240,7 @@ def _give_up(store: Store, size: int, noun: Noun) -> _Verdict:
             raise DeadlineExceeded(
                 "the store did not report in time which ranks have joined; the process that serves it is stopped"
             )
-        try:
-            store.wait([f"info/{rank}"], Deadline.after(0))
-        except DeadlineExceeded:
+        if not store.has(f"info/{rank}"):
             absent.append(rank)
     if not absent:  # the last one has ended before it decided
         return _decide(store, _Verdict([_entry(store, rank, settling).info for rank in range(size)]))
@@ -254,4 +249,4 @@ def _give_up(store: Store, size: int, noun: Noun) -> _Verdict:
         f"{noun.noun}{'' if len(absent) == 1 else 's'} {names} of {size} did not join in time; were they started, and do "
         "they use the same store? A larger XVCOMM_TIMEOUT gives them more time"
     )
-    return _decide(store, _Verdict(late=text, peer=absent[0]))
+    return _decide(store, _failed(DeadlineExceeded(text, peer=absent[0])))
