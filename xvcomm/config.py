@@ -16,8 +16,19 @@ _ADDRESS = re.compile(r"[^:]*:\d{1,5}|\[.*\]:\d{1,5}")
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it becomes part of file names
 
 
-def _var(default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, secret: bool = False) -> Any:
-    return field(default=default, repr=not secret, metadata={"doc": doc, "least": least, "most": most})
+def _var(
+    default: Any, doc: str, *, least: float = -math.inf, most: float = math.inf, unit: int = 1, secret: bool = False
+) -> Any:
+    metadata = {"doc": doc, "least": least, "most": most, "unit": unit}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+def _flag(default: int | None, doc: str) -> Any:
+    return _var(default, doc, least=0, most=1)
+
+
+def _pages(default: int, doc: str) -> Any:
+    return _var(default, f"{doc}; a multiple of 4096.", least=4096, unit=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +42,10 @@ class Config:
     store: str | None = _var(
         None, "Address of the store for the rendezvous of the ranks: `tcp://host:port` or `file:///path`."
     )
-    rejoin: int = _var(
+    rejoin: int = _flag(
         0,
         "1: this process joins a job that runs, in the place of a rank that was lost, when the other ranks call `grow`; "
         "`xvcomm run --max-restarts` sets it.",
-        least=0,
-        most=1,
     )
     rejoin_timeout: float = _var(
         3600.0,
@@ -80,26 +89,19 @@ class Config:
         "TCP's congestion control between hosts, `cubic` for instance; the system's if unset. `bbr` sends messages with pauses: "
         "those of 1 to 4 MiB that do not follow each other closely can take three times as long.",
     )
-    tls: int = _var(
+    tls: int = _flag(
         0,
         "1: encrypt what goes between hosts, by TLS 1.3 with keys derived from the job's secret; the same on all ranks. Needs "
         "OpenSSL, no certificates.",
-        least=0,
-        most=1,
     )
-    rdma: int | None = _var(
+    rdma: int | None = _flag(
         None,
         "1: hosts send over RDMA where both have devices, and over TCP where those fail; 0: over TCP only. If unset, 1, but 0 if "
         "`NCCL_IB_DISABLE` is 1. Not with XVCOMM_TLS, because RDMA is not encrypted. XVCOMM_NICS chooses the devices, by "
         "themselves or by their network interfaces.",
-        least=0,
-        most=1,
     )
-    device_direct: int = _var(
-        1,
-        "0: rings between GPUs of two hosts are in host memory, also where network cards reach the GPUs' memory.",
-        least=0,
-        most=1,
+    device_direct: int = _flag(
+        1, "0: rings between GPUs of two hosts are in host memory, also where network cards reach the GPUs' memory."
     )
     affinity: str | None = _var(
         None,
@@ -123,19 +125,15 @@ class Config:
     rdma_service_level: int | None = _var(
         None, "Service level of RDMA packets, the same way; if unset, what `NCCL_IB_SL` says, else 0.", least=0, most=15
     )
-    rdma_relaxed_ordering: int | None = _var(
+    rdma_relaxed_ordering: int | None = _flag(
         None,
         "0: payload reaches memory in order on PCIe; 1: in any order, if the device can do that (relaxed ordering); if unset, "
         "what `NCCL_IB_PCI_RELAXED_ORDERING` says, else 1. Frames come in order.",
-        least=0,
-        most=1,
     )
-    rdma_grh: int = _var(
+    rdma_grh: int = _flag(
         0,
         "1: packets of InfiniBand have a GRH within a subnet, too. They have one anyway between subnets, and where a port "
         "requires it.",
-        least=0,
-        most=1,
     )
     rdma_partition_key: int | None = _var(
         None,
@@ -162,15 +160,13 @@ class Config:
         least=0,
     )
     wire_slots: int = _var(16, "Slots of a ring between host ranks of different hosts.", least=4)
-    wire_slot_bytes: int = _var(256 << 10, "Bytes per slot of such a ring; a multiple of 4096.", least=4096)
+    wire_slot_bytes: int = _pages(256 << 10, "Bytes per slot of such a ring")
     replace: str | None = _var(None, "Backend of `torch.distributed` that xvcomm replaces: `nccl` or `gloo`.")
     timeout: float = _var(300.0, "Timeout of an operation in seconds, after which it raises DeadlineExceeded.", least=0)
     shm_dir: str = _var("/dev/shm", "Folder for shared memory files; should be a tmpfs, otherwise transfers are slow.")
     ring_lanes: int = _var(1, "Lanes of a ring between two host ranks, at most 64.", least=1, most=64)
     ring_slots: int = _var(96, "Slots per lane of a ring between two host ranks.", least=2)
-    ring_slot_bytes: int = _var(
-        16 << 10, "Bytes per slot of a ring between two host ranks; a multiple of 4096.", least=4096
-    )
+    ring_slot_bytes: int = _pages(16 << 10, "Bytes per slot of a ring between two host ranks")
     gpu_ring_lanes: int = _var(
         8,
         "Lanes of a ring with a GPU at one or both ends, at most 64; for collectives 1.5 times, between hosts twice as many.",
@@ -178,43 +174,30 @@ class Config:
         most=64,
     )
     gpu_ring_slots: int = _var(4, "Slots per lane of such a ring.", least=2)
-    gpu_ring_slot_bytes: int = _var(
-        256 << 10,
-        "Bytes per slot of such a ring, a quarter of it for collectives on one host; a multiple of 4096.",
-        least=4096,
+    gpu_ring_slot_bytes: int = _pages(
+        256 << 10, "Bytes per slot of such a ring, a quarter of it for collectives on one host"
     )
-    peer_memory: int = _var(
-        1,
-        "1: place rings between GPUs of one island in GPU memory where the GPUs have peer access; 0: never.",
-        least=0,
-        most=1,
+    peer_memory: int = _flag(
+        1, "1: place rings between GPUs of one island in GPU memory where the GPUs have peer access; 0: never."
     )
     peer_ring_lanes: int = _var(16, "Lanes of a ring in GPU memory, at most 64.", least=1, most=64)
     peer_ring_slots: int = _var(4, "Slots per lane of a ring in GPU memory.", least=2)
-    peer_ring_slot_bytes: int = _var(
-        256 << 10, "Bytes per slot of a ring in GPU memory; a multiple of 4096.", least=4096
-    )
-    compiled_launch: int = _var(
+    peer_ring_slot_bytes: int = _pages(256 << 10, "Bytes per slot of a ring in GPU memory")
+    compiled_launch: int = _flag(
         1,
         "1: operations of a shape that has run before are launched by compiled code; 0: Python launches all of them, "
         "with the same results, to find out which of the two is at fault.",
-        least=0,
-        most=1,
     )
     kernel_cache: str | None = _var(
         None,
         "Folder for compiled kernels, which no other user may be able to write; if unset `~/.cache/xvcomm`, or "
         "`/tmp/xvcomm-UID` if that cannot be written.",
     )
-    stage_bytes: int = _var(
-        256 << 10, "Bytes that a rank stages at a time in host collectives; a multiple of 4096.", least=4096
-    )
-    process_memory: int = _var(
+    stage_bytes: int = _pages(256 << 10, "Bytes that a rank stages at a time in host collectives")
+    process_memory: int = _flag(
         1,
         "1: host ranks read and write each other's arrays (process_vm_readv) where the system permits it and it is "
         "faster; 0: never.",
-        least=0,
-        most=1,
     )
     segment_bytes: int = _var(
         4 << 20, "Bytes of one segment of a hierarchical collective on each link between islands.", least=4096
@@ -225,11 +208,8 @@ class Config:
         "Address and port, `:9400` or `10.0.0.1:9400`, on which the rank with local rank 0 serves metrics for Prometheus; the "
         "others of its host take the next ports. With port 0 each takes any. Needs the extra `metrics`.",
     )
-    ranges: int = _var(
-        0,
-        "1: operations of GPUs are ranges in their vendor's profiler, by NVTX or ROCTx, with name and size.",
-        least=0,
-        most=1,
+    ranges: int = _flag(
+        0, "1: operations of GPUs are ranges in their vendor's profiler, by NVTX or ROCTx, with name and size."
     )
     spin_us: float = _var(20.0, "Microseconds to spin before yielding the CPU core.", least=0)
     trace_records: int = _var(512, "Number of operations that the flight recorder keeps.", least=16)
@@ -238,7 +218,7 @@ class Config:
         "Folder to which ranks write their flight recorders at abnormal ends, for `xvcomm explain` and `xvcomm trace`; nothing "
         "is written if unset.",
     )
-    explain: int = _var(1, "0: no report at deadlines, and none on SIGUSR1.", least=0, most=1)
+    explain: int = _flag(1, "0: no report at deadlines, and none on SIGUSR1.")
 
     def __post_init__(self) -> None:
         if self.job is not None and not _JOB.fullmatch(self.job):
@@ -247,15 +227,10 @@ class Config:
             raise ConfigError(
                 f"XVCOMM_METRICS={self.metrics!r}: expected an address and a port, like ':9400' or '10.0.0.1:9400'"
             )
-        for name in (
-            "ring_slot_bytes",
-            "gpu_ring_slot_bytes",
-            "peer_ring_slot_bytes",
-            "wire_slot_bytes",
-            "stage_bytes",
-        ):
-            if getattr(self, name) % 4096:
-                raise ConfigError(f"XVCOMM_{name.upper()}={getattr(self, name)}: must be a multiple of 4096")
+        for f in fields(self):
+            unit = f.metadata["unit"]
+            if unit > 1 and getattr(self, f.name) % unit:
+                raise ConfigError(f"XVCOMM_{f.name.upper()}={getattr(self, f.name)}: must be a multiple of {unit}")
 
     def port_range(self) -> range:
         """The ports on which ranks may listen for other hosts; port 0 stands for any free one.
