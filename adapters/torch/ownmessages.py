@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +16,10 @@ from torch import Tensor
 from xvcomm.adapters.torch.options import seconds
 from xvcomm.adapters.torch.tensors import dense
 from xvcomm.adapters.torch.works import HostWork, Work
-from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArgumentError, ArrayError, ClosedError
 
-
-class Carrier(Protocol):
-    """What a message of a rank to itself needs of its plane."""
-
-    comm: Communicator
-
-    def record_event(self) -> Any:
-        """An event for `follow`, recorded on the current stream."""
-
-    def follow(self, event: Any) -> None:
-        """Make the current stream wait for an event; raises the error that ended the communicator, if any."""
-
-    def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
-        """A Work for what the call has done itself, on the current stream if there are streams."""
+if TYPE_CHECKING:
+    from xvcomm.adapters.torch.planes import Plane
 
 
 class OwnWork(HostWork):
@@ -77,7 +64,7 @@ class OwnMessages:
         self._gate = threading.Lock()
         self._waiting: dict[int, deque[_End]] = defaultdict(deque)  # of one tag either sends or receives
 
-    def post(self, carrier: Carrier, tensor: Tensor, tag: int, *, sends: bool, waits: bool) -> Work:
+    def post(self, plane: Plane, tensor: Tensor, tag: int, *, sends: bool, waits: bool) -> Work:
         """Send a tensor to this rank itself, or receive it.
 
         Args:
@@ -88,19 +75,19 @@ class OwnMessages:
             ArrayError: the two tensors differ in length or dtype; both calls raise it, and the group remains usable.
             ArgumentError: the caller would deadlock.
         """
-        carrier.comm.check()
+        plane.comm.check()
         dense(tensor, None)  # raises for tensors without plain memory
-        rank, name = carrier.comm.rank, "send" if sends else "recv"
+        rank, name = plane.comm.rank, "send" if sends else "recv"
         with self._gate:
             waiting = self._waiting[tag]
             other = waiting.popleft() if waiting and waiting[0].sends is not sends else None
             if other is None and not waits:
-                end = _End(sends, tensor, carrier.record_event(), Future())
+                end = _End(sends, tensor, plane.record_event(), Future())
                 waiting.append(end)
             elif not waiting:
                 del self._waiting[tag]
         if other is not None:
-            return _copy(carrier, other, tensor, f"{name} with rank {rank} itself")
+            return _copy(plane, other, tensor, f"{name} with rank {rank} itself")
         missing = "irecv" if sends else "isend"
         if waits:
             raise ArgumentError(
@@ -108,7 +95,7 @@ class OwnMessages:
                 f"call {missing} first, or put both into one batch_isend_irecv"
             )
         what = f"i{name} with rank {rank}, this rank itself, which has not called {missing} with tag {tag}"
-        return OwnWork(end.future, tensor, what, rank, carrier.comm.timeout)
+        return OwnWork(end.future, tensor, what, rank, plane.comm.timeout)
 
     def close(self) -> None:
         """Fail Works of messages whose other end was not called with ClosedError. Idempotent."""
@@ -121,9 +108,9 @@ class OwnMessages:
             )
 
 
-def _copy(carrier: Carrier, first: _End, tensor: Tensor, what: str) -> Work:
+def _copy(plane: Plane, first: _End, tensor: Tensor, what: str) -> Work:
     """Copy from the sent to the received tensor, in the second of the two calls; returns that call's Work."""
-    rank = carrier.comm.rank
+    rank = plane.comm.rank
     source, target = (first.tensor, tensor) if first.sends else (tensor, first.tensor)
     try:
         if (source.dtype, source.numel()) != (target.dtype, target.numel()):
@@ -131,11 +118,11 @@ def _copy(carrier: Carrier, first: _End, tensor: Tensor, what: str) -> Work:
                 f"rank {rank} sends {source.numel()} x {source.dtype} to itself and receives {target.numel()} x "
                 f"{target.dtype}; both must be the same"
             )
-        carrier.follow(first.event)
+        plane.follow(first.event)
         with torch.no_grad():
             target.copy_(dense(source, None).view(target.shape))
-        work = carrier.over(tensor, what, rank, first.tensor)
-        first.future.set_result(carrier.over(first.tensor, what, rank, tensor))
+        work = plane.over(tensor, what, rank, first.tensor)
+        first.future.set_result(plane.over(first.tensor, what, rank, tensor))
     except BaseException as error:
         if not first.future.done():
             first.future.set_exception(error)

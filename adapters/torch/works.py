@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from xvcomm.adapters.torch.errors import as_torch, mapped
 from xvcomm.adapters.torch.options import seconds
 from xvcomm.errors import DeadlineExceeded, XvcommError
 from xvcomm.types.deadline import Deadline
+
+if TYPE_CHECKING:
+    from xvcomm.adapters.torch.planes import StreamPlane
 
 
 class Work(dist.Work):
@@ -148,24 +151,6 @@ class HostWork(Work):
             return self._torch_future
 
 
-class Place(Protocol):
-    """What an operation on a GPU needs of its plane."""
-
-    place: torch.device
-
-    def follow(self, event: Any) -> None:
-        """Make the current stream wait for an event; raises the error that ended the communicator, if any."""
-
-    def current(self) -> Any:
-        """The current stream."""
-
-    def handle(self) -> int:
-        """Handle of the current stream."""
-
-    def check(self) -> None:
-        """Raise the error that ended the communicator, if any."""
-
-
 class StreamWork(Work):
     """Several steps enqueued on a GPU stream; the host has not waited for them.
 
@@ -174,14 +159,14 @@ class StreamWork(Work):
         used: tensors that the stream uses; kept until another stream waits for it.
     """
 
-    __slots__ = ("_event", "_place", "_stream", "_used")
+    __slots__ = ("_event", "_plane", "_stream", "_used")
 
     def __init__(
-        self, place: Place, event: Any, stream: Any, tensors: Sequence[Tensor], what: str, source: int = -1,
+        self, plane: StreamPlane, event: Any, stream: Any, tensors: Sequence[Tensor], what: str, source: int = -1,
         used: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         super().__init__(tensors, what, source)
-        self._place = place
+        self._plane = plane
         self._event = event
         self._stream = stream
         self._used = used
@@ -201,7 +186,7 @@ class StreamWork(Work):
         left = seconds(timeout)
         if left is not None:
             self._block(left)
-        self._place.follow(self._event)
+        self._plane.follow(self._event)
         self._used = ()
         return True
 
@@ -212,7 +197,7 @@ class StreamWork(Work):
     def exception(self) -> BaseException | None:
         """The error that ended the communicator, if any."""
         try:
-            self._place.check()
+            self._plane.check()
         except XvcommError as error:
             return error
         return None
@@ -230,11 +215,11 @@ class StreamWork(Work):
     def _block(self, timeout: float) -> None:
         deadline = Deadline.after(timeout)
         while not self._event.query():
-            self._place.check()
+            self._plane.check()
             if deadline.expired():
                 raise as_torch(_late(self.what, timeout))
             time.sleep(0)
-        self._place.check()
+        self._plane.check()
 
 
 class StreamOperation(Work):
@@ -244,11 +229,11 @@ class StreamOperation(Work):
         then: called once after it, on the first stream that waits.
     """
 
-    __slots__ = ("_done", "_place", "_then", "_work")
+    __slots__ = ("_done", "_plane", "_then", "_work")
 
     def __init__(
         self,
-        place: Place,
+        plane: StreamPlane,
         work: Any,
         then: Callable[[], Any] | None,
         tensors: Sequence[Tensor],
@@ -256,7 +241,7 @@ class StreamOperation(Work):
         source: int = -1,
     ) -> None:
         super().__init__(tensors, what, source)
-        self._place = place
+        self._plane = plane
         self._work = work
         self._then = then
         self._done: Any = None
@@ -267,13 +252,13 @@ class StreamOperation(Work):
             left = seconds(timeout)
             if left is not None:
                 self._work.synchronize(left)
-            self._work.order(self._place.handle())
+            self._work.order(self._plane.handle())
         then, self._then = self._then, None
         if then is not None:
             then()
-            self._done = self._place.current().record_event()
+            self._done = self._plane.current().record_event()
         elif self._done is not None:
-            self._place.follow(self._done)
+            self._plane.follow(self._done)
         return True
 
     def is_completed(self) -> bool:
@@ -287,7 +272,7 @@ class StreamOperation(Work):
 
     def get_future(self) -> Any:
         """A future of torch that is complete at once, and whose value orders the current stream."""
-        device = self._place.place
+        device = self._plane.place
         future: Any = torch.futures.Future(devices=[device])
         with on(_beside(device, self.source < 0)):
             try:
