@@ -9,13 +9,13 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xvcomm.comm.metrics import Metrics
 from xvcomm.errors import BackendUnavailable, ConfigError, ResourceError
 from xvcomm.system import forking
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
+    from xvcomm.comm.metrics import Metrics
     from xvcomm.engine.context import Context
     from xvcomm.engine.session.session import Session
 
@@ -36,7 +36,7 @@ def attend(context: Context) -> None:
     session = context.session
     exporter = _exporters.get(session)
     if exporter is None:
-        exporter = _exporters[session] = Exporter(Metrics(context), *_address(session))
+        exporter = _exporters[session] = Exporter(context, *_address(session))
         session.at_close(_leave, session)
     exporter.metrics.follow(context)
 
@@ -102,10 +102,9 @@ class Exporter:
         port: on which it listens.
     """
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        self.metrics = metrics
+    def __init__(self, context: Context, host: str, port: int) -> None:
         self._closed = False
-        self._server = _listen(metrics, host, port)
+        self.metrics, self._server = _listen(context, host, port)
         self.port: int = self._server.server_address[1]
         forking.register(self)
         self._thread = Daemon("xvcomm-metrics", self._serve)
@@ -134,9 +133,11 @@ class Exporter:
         forking.leave_to_parent(self._server.fileno())
 
 
-def _listen(metrics: Metrics, host: str, port: int) -> _Server:
+def _listen(context: Context, host: str, port: int) -> tuple[Metrics, _Server]:
     try:
         from prometheus_client import CollectorRegistry, MetricsHandler
+
+        from xvcomm.comm.metrics import Metrics
     except ImportError as error:
         raise BackendUnavailable("XVCOMM_METRICS needs prometheus_client: pip install 'xvcomm[metrics]'") from error
 
@@ -144,6 +145,7 @@ def _listen(metrics: Metrics, host: str, port: int) -> _Server:
         timeout = _REQUEST_SECONDS
         registry = CollectorRegistry(auto_describe=False)
 
+    metrics = Metrics(context)
     Handler.registry.register(metrics)
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -155,4 +157,4 @@ def _listen(metrics: Metrics, host: str, port: int) -> _Server:
             f"XVCOMM_METRICS: cannot listen on {host or '*'}:{port}: {error}; choose another port, of which each rank of a host "
             "takes one, or 0 for any"
         ) from error
-    return server
+    return metrics, server

@@ -3,7 +3,7 @@
 A program may make communicators without end, for instance in each epoch. So only the first ones have series of their own, and
 what was counted of those that are closed is added up here.
 
-prometheus_client is imported here when it is needed, because it is optional.
+Import this only when it is needed: prometheus_client is optional.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 import xvcomm
 from xvcomm.trace.counters import BOUNDS, NO_COMMUNICATOR, Count, Counters
@@ -104,8 +106,6 @@ class Metrics:
             yield from (*self._about(), *self._operations(), *self._now(), *self._paths(), *self._lateness())
 
     def _about(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
-
         info = self._info
         about = GaugeMetricFamily(
             "xvcomm_info", "This rank.", labels=(*_MINE, "version", "device", "island", "size"),
@@ -114,8 +114,6 @@ class Metrics:
         yield about
 
     def _operations(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-
         found: defaultdict[tuple[str, ...], list[Count]] = defaultdict(list)
         for labels, count in self._ended.items():
             found[labels].append(count)
@@ -149,8 +147,6 @@ class Metrics:
         return *self._mine, name, str(OpCode(count.op)), ways[count.peer - ANY_PEER] if known else ""
 
     def _now(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         labels = (*_MINE, "communicator")
         running = GaugeMetricFamily("xvcomm_operations_running", "Operations that have not ended.", labels=labels)
         oldest = GaugeMetricFamily(
@@ -184,8 +180,6 @@ class Metrics:
         yield from (running, oldest, aborted, rings, refused)
 
     def _paths(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         up = GaugeMetricFamily("xvcomm_rail_up", "1: there is a connection to a rank of another host.", labels=_PATH)
         losses = CounterMetricFamily(
             "xvcomm_rail_losses", "Connections that were lost, for which others carry on.", labels=_PATH
@@ -214,8 +208,6 @@ class Metrics:
         return self._carried[labels]
 
     def _lateness(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
-
         late = GaugeMetricFamily(
             "xvcomm_lateness_seconds", "How long after the first rank of this host it came to the newest collectives.",
             labels=(*_MINE, "quantile"),
