@@ -154,6 +154,11 @@ def token(op: str, given: Any) -> list[Any]:
     return [given]
 
 
+def shared(comm: Communicator, carrier: list[Any]) -> dict[str, Any]:
+    """Arguments of the spec of any operation that the user calls; `carrier` is what `token` returned."""
+    return {"comm": comm, "call_site": call_site(), "carried": bool(carrier), "ordered": not carrier}
+
+
 def call_site() -> str:
     """The user's call site of the calling operation; JAX's own frames are skipped."""
     skip_folder(_JAX)

@@ -44,8 +44,8 @@ def all_gather(
     x = x if x.ndim else x.reshape(1)
     carrier = arguments.token("all_gather", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_GATHER, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier,
-        uneven=counts is not None, rows=() if axis_name is not None else arguments.owned("all_gather", x, counts, comm),
+        op=OpCode.ALL_GATHER, rows=() if axis_name is not None else arguments.owned("all_gather", x, counts, comm),
+        uneven=counts is not None, **arguments.shared(comm, carrier),
     )  # fmt: skip
     if axis_name is not None:
         return islands.all_gather(all_gather_p, x, spec, axis_name, token, counts)
@@ -73,9 +73,8 @@ def reduce_scatter(
     how = reduction_on(op, from_numpy(np.dtype(x.dtype)))
     carrier = arguments.token("reduce_scatter", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.REDUCE_SCATTER, reduction=how, call_site=arguments.call_site(), carried=bool(carrier),
-        rows=arguments.divided("reduce_scatter", "counts", x, counts, comm), uneven=counts is not None,
-        ordered=not carrier,
+        op=OpCode.REDUCE_SCATTER, reduction=how, rows=arguments.divided("reduce_scatter", "counts", x, counts, comm),
+        uneven=counts is not None, **arguments.shared(comm, carrier),
     )  # fmt: skip
     if axis_name is not None:
         return islands.reduce_scatter(reduce_scatter_p, x, spec, axis_name, token)

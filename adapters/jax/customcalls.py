@@ -96,11 +96,11 @@ class CollectiveCall(CustomCall):
             call = self._aimed(compiled.ARGUMENT, compiled.RESULT)
             self._prepared = self._collectives.prepare(call)
             if self._prepared is not None:
-                compiled.add(self.number, self._prepared.address, *_addresses(call))
+                compiled.add(self.number, self._prepared.address, *call.addresses)
 
     def finish(self, src: int, dst: int) -> None:
         assert self._prepared is not None
-        self._prepared.finish(*_addresses(self._aimed(src, dst)), Deadline.after(self._timeout))
+        self._prepared.finish(*self._aimed(src, dst).addresses, Deadline.after(self._timeout))
 
     def _aimed(self, src: int, dst: int) -> CollectiveRequest:
         """The core's description with the addresses of input and output."""
@@ -222,10 +222,6 @@ def _prepared(spec: Spec, arrays: tuple[Kind, ...], device: int | None) -> Custo
         kind: Any = CollectiveCall if isinstance(spec, CollectiveSpec) else MessageCall
         found = _calls.setdefault(number, kind(spec, arrays, device, text, number))
     return found
-
-
-def _addresses(call: CollectiveRequest) -> tuple[int, int]:
-    return call.src.address if call.src is not None else 0, call.dst.address if call.dst is not None else 0
 
 
 def _lost(frame: ffi.Frame) -> ArgumentError:

@@ -11,7 +11,7 @@ from jax.interpreters import ad, batching
 from xvcomm.adapters.jax import arguments
 from xvcomm.adapters.jax.communicators import chosen
 from xvcomm.adapters.jax.derivatives import behind, cotangents_of, for_operands, links, unless_constant
-from xvcomm.adapters.jax.primitives import bind, primitive, tokens_of, unbatched_tokens
+from xvcomm.adapters.jax.primitives import bind, bind_batch, primitive, tokens_of
 from xvcomm.adapters.jax.specs import ANY, TAGS, MessageSpec
 from xvcomm.adapters.jax.status import ANY_SOURCE, ANY_TAG, Slot
 from xvcomm.adapters.jax.tokens import given_back, make_token
@@ -79,10 +79,9 @@ def recv(
         raise ArgumentError("recv: this communicator has no other rank")
     carrier = arguments.token("recv", token)
     spec = MessageSpec(
-        comm=comm, src=ANY_PEER if src is ANY_SOURCE else arguments.peer("recv", "src", src, comm),
+        src=ANY_PEER if src is ANY_SOURCE else arguments.peer("recv", "src", src, comm),
         recv_tag=ANY if tag is ANY_TAG else _tag("recv", tag), channel=arguments.channel("recv", channel),
-        status=None if status is None else Slot("recv", status), call_site=arguments.call_site(), carried=bool(carrier),
-        ordered=not carrier,
+        status=None if status is None else Slot("recv", status), **arguments.shared(comm, carrier),
     )  # fmt: skip
     return given_back(bind(recv_p, like, *carrier, spec=spec), token)
 
@@ -101,10 +100,9 @@ def sendrecv(
     if comm.rank == arguments.rank("sendrecv", "dst", dst, comm) == arguments.rank("sendrecv", "src", src, comm):
         return given_back([_own(x, like, send_tag, recv_tag), *carrier], token)
     spec = MessageSpec(
-        comm=comm, dst=arguments.peer("sendrecv", "dst", dst, comm), src=arguments.peer("sendrecv", "src", src, comm),
+        dst=arguments.peer("sendrecv", "dst", dst, comm), src=arguments.peer("sendrecv", "src", src, comm),
         send_tag=_tag("sendrecv", send_tag), recv_tag=_tag("sendrecv", recv_tag),
-        channel=arguments.channel("sendrecv", channel), call_site=arguments.call_site(), carried=bool(carrier),
-        ordered=not carrier,
+        channel=arguments.channel("sendrecv", channel), **arguments.shared(comm, carrier),
     )  # fmt: skip
     return given_back(bind(sendrecv_p, x, like, *carrier, spec=spec), token)
 
@@ -199,27 +197,22 @@ def _transpose_sendrecv(cotangents: Sequence[Any], *operands: Any, spec: Message
 
 def _batch_send(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
     x = operands[0] if dims[0] is None else jnp.moveaxis(operands[0], dims[0], 0)
-    return bind(send_p, x, *unbatched_tokens(spec, operands, dims), spec=spec), [None]
+    return bind_batch(send_p, [x], operands, dims, None, spec)
 
 
 def _batch_recv(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
     like = operands[0] if dims[0] is None else jnp.moveaxis(operands[0], dims[0], 0)
-    results = bind(recv_p, like, *unbatched_tokens(spec, operands, dims), spec=spec)
-    return results, [None if dims[0] is None else 0, *[None] * (len(results) - 1)]
+    return bind_batch(recv_p, [like], operands, dims, None if dims[0] is None else 0, spec)
 
 
 def _batch_sendrecv(operands: Sequence[Any], dims: Sequence[Any], *, spec: MessageSpec) -> Any:
     """Exchange the whole batch; an array without a batch dimension is repeated for each of its members."""
     pairs = list(zip(operands[:2], dims[:2], strict=True))
     size = next((x.shape[dim] for x, dim in pairs if dim is not None), None)
-    if size is not None:
-        x, like = (
-            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs
-        )
-    else:
-        x, like = operands[:2]
-    results = bind(sendrecv_p, x, like, *unbatched_tokens(spec, operands, dims), spec=spec)
-    return results, [None if size is None else 0, *[None] * (len(results) - 1)]
+    if size is None:
+        return bind_batch(sendrecv_p, operands[:2], operands, dims, None, spec)
+    arrays = [jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
+    return bind_batch(sendrecv_p, arrays, operands, dims, 0, spec)
 
 
 ad.primitive_jvps[send_p], ad.primitive_transposes[send_p] = _jvp_send, _transpose_send

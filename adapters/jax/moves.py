@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.interpreters import batching
-
 from xvcomm.adapters.jax import arguments, islands
 from xvcomm.adapters.jax.communicators import chosen
 from xvcomm.adapters.jax.derivatives import no_derivative
-from xvcomm.adapters.jax.primitives import batched_as_is, batched_by_rows, bind, primitive, unbatched_tokens
+from xvcomm.adapters.jax.primitives import batched_as_is, batched_by_rows, bind, primitive
 from xvcomm.adapters.jax.specs import CollectiveSpec
 from xvcomm.adapters.jax.tokens import given_back
 from xvcomm.comm.communicator import Communicator
@@ -40,14 +38,7 @@ def broadcast(
     """
     comm, x = chosen(comm), arguments.array("broadcast", x)
     root, carrier = arguments.rank("broadcast", "root", root, comm), arguments.token("broadcast", token)
-    spec = CollectiveSpec(
-        comm=comm,
-        op=OpCode.BROADCAST,
-        root=root,
-        call_site=arguments.call_site(),
-        carried=bool(carrier),
-        ordered=not carrier,
-    )
+    spec = CollectiveSpec(op=OpCode.BROADCAST, root=root, **arguments.shared(comm, carrier))
     if axis_name is not None:
         return islands.broadcast(broadcast_p, x, spec, axis_name, token)
     return given_back(bind(broadcast_p, x, *carrier, spec=spec), token)
@@ -61,8 +52,8 @@ def gather(
     x = x if x.ndim else x.reshape(1)
     root, carrier = arguments.rank("gather", "root", root, comm), arguments.token("gather", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.GATHER, root=root, rows=arguments.owned("gather", x, counts, comm),
-        uneven=counts is not None, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier,
+        op=OpCode.GATHER, root=root, rows=arguments.owned("gather", x, counts, comm), uneven=counts is not None,
+        **arguments.shared(comm, carrier),
     )  # fmt: skip
     results = bind(gather_p, x, *carrier, spec=spec)
     return given_back(results if comm.rank == root else [None, *results], token)
@@ -84,8 +75,8 @@ def scatter(
     comm, x = chosen(comm), arguments.rows("scatter", arguments.array("scatter", x))
     root, carrier = arguments.rank("scatter", "root", root, comm), arguments.token("scatter", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.SCATTER, root=root, rows=arguments.divided("scatter", "counts", x, counts, comm),
-        uneven=counts is not None, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier,
+        op=OpCode.SCATTER, root=root, rows=arguments.divided("scatter", "counts", x, counts, comm),
+        uneven=counts is not None, **arguments.shared(comm, carrier),
     )  # fmt: skip
     return given_back(bind(scatter_p, x, *carrier, spec=spec), token)
 
@@ -111,9 +102,8 @@ def all_to_all(
     back = rows if recv_counts is None else arguments.counts("all_to_all", "recv_counts", recv_counts, comm)
     carrier = arguments.token("all_to_all", token)
     spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_TO_ALL, rows=rows, back=back, uneven=send_counts is not None, call_site=arguments.call_site(),
-        carried=bool(carrier), ordered=not carrier,
-    )  # fmt: skip
+        op=OpCode.ALL_TO_ALL, rows=rows, back=back, uneven=send_counts is not None, **arguments.shared(comm, carrier)
+    )
     return given_back(bind(all_to_all_p, x, *carrier, spec=spec), token)
 
 
@@ -127,21 +117,14 @@ def barrier(*, comm: Communicator | None = None, token: Any = None) -> Any:
         None; with `token`, the next token.
     """
     comm, carrier = chosen(comm), arguments.token("barrier", token)
-    spec = CollectiveSpec(
-        comm=comm, op=OpCode.BARRIER, call_site=arguments.call_site(), carried=bool(carrier), ordered=not carrier
-    )
+    spec = CollectiveSpec(op=OpCode.BARRIER, **arguments.shared(comm, carrier))
     results = bind(barrier_p, *carrier, spec=spec)
     return results[0] if carrier else None
 
 
-def _batch_barrier(operands: Sequence[Any], dims: Sequence[Any], *, spec: CollectiveSpec) -> Any:
-    results = bind(barrier_p, *unbatched_tokens(spec, operands, dims), spec=spec)
-    return results, [None] * len(results)
-
-
-batching.primitive_batchers[barrier_p] = _batch_barrier
 for _made in (broadcast_p, gather_p, scatter_p, all_to_all_p, barrier_p):
     no_derivative(_made)
-batched_as_is(broadcast_p)
+for _made in (broadcast_p, barrier_p):
+    batched_as_is(_made)
 for _made in (gather_p, scatter_p, all_to_all_p):
     batched_by_rows(_made)

@@ -165,11 +165,12 @@ def _placed(context: Any, spec: Spec) -> int | None:
 
 
 def batched_as_is(made: Primitive) -> None:
-    """Make `jax.vmap` of an elementwise operation the operation on the whole batch."""
+    """Make `jax.vmap` of an operation that is elementwise, or has no array, the operation on the whole batch."""
 
     def rule(operands: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
-        results = bind(made, operands[0], *unbatched_tokens(spec, operands, dims), spec=spec)
-        return results, [dims[0]] * len(results) if not spec.carried else [*[dims[0]] * (len(results) - 1), None]
+        return bind_batch(
+            made, arrays_of(spec, operands), operands, dims, next(iter(arrays_of(spec, dims)), None), spec
+        )
 
     batching.primitive_batchers[made] = rule
 
@@ -182,18 +183,27 @@ def batched_by_rows(made: Primitive) -> None:
         if dims[0] is not None:
             last = x.ndim - 1
             x = jnp.moveaxis(x, dims[0], last)
-        results = bind(made, x, *unbatched_tokens(spec, operands, dims), spec=spec)
-        return results, [last] * len(results) if not spec.carried else [*[last] * (len(results) - 1), None]
+        return bind_batch(made, [x], operands, dims, last, spec)
 
     batching.primitive_batchers[made] = rule
 
 
-def unbatched_tokens(spec: Spec, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
-    """The tokens of a batched call: a batch of operations is one operation."""
-    return [
-        token if dim is None else jax.lax.index_in_dim(token, 0, dim, keepdims=False)
-        for token, dim in zip(tokens_of(spec, operands), tokens_of(spec, dims), strict=True)
+def bind_batch(
+    made: Primitive, arrays: Sequence[Any], operands: Sequence[Any], dims: Sequence[Any], dim: int | None, spec: Spec
+) -> tuple[list[Any], list[int | None]]:
+    """Apply a primitive once to a whole batch; returns the results and their batch dimensions.
+
+    Args:
+        arrays: the arrays of all members.
+        operands, dims: as JAX passes them to a batching rule; of these, only the tokens are used.
+        dim: batch dimension of an array that results.
+    """
+    tokens = [
+        token if at is None else jax.lax.index_in_dim(token, 0, at, keepdims=False)
+        for token, at in zip(tokens_of(spec, operands), tokens_of(spec, dims), strict=True)
     ]
+    results = bind(made, *arrays, *tokens, spec=spec)
+    return results, [*[dim] * (len(results) - spec.carried), *[None] * spec.carried]
 
 
 def _kept(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:

@@ -62,10 +62,7 @@ def all_reduce(
     if replicated and how.op is not ReduceOp.SUM:
         raise ArgumentError(f"all_reduce: replicated= is for sums, not for {how.op}")
     carrier = arguments.token("all_reduce", token)
-    spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_REDUCE, reduction=how, replicated=replicated, call_site=arguments.call_site(),
-        carried=bool(carrier), ordered=not carrier,
-    )  # fmt: skip
+    spec = CollectiveSpec(op=OpCode.ALL_REDUCE, reduction=how, replicated=replicated, **arguments.shared(comm, carrier))
     if axis_name is not None:
         return islands.all_reduce(all_reduce_p, x, spec, axis_name, token)
     return given_back(bind(all_reduce_p, x, *carrier, spec=spec), token)
@@ -79,10 +76,7 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", *, comm: Communicator | None =
     comm, x = chosen(comm), arguments.array("reduce", x)
     how, root = reduction_on(op, from_numpy(np.dtype(x.dtype))), arguments.rank("reduce", "root", root, comm)
     carrier = arguments.token("reduce", token)
-    spec = CollectiveSpec(
-        comm=comm, op=OpCode.REDUCE, reduction=how, root=root, call_site=arguments.call_site(), carried=bool(carrier),
-        ordered=not carrier,
-    )  # fmt: skip
+    spec = CollectiveSpec(op=OpCode.REDUCE, reduction=how, root=root, **arguments.shared(comm, carrier))
     return given_back(bind(reduce_p, x, *carrier, spec=spec), token)
 
 
@@ -97,10 +91,7 @@ def scan(x: Any, op: Op = "sum", *, comm: Communicator | None = None, token: Any
     if how.op not in _ALONG:
         raise ArgumentError(f"scan: {how.op}: must be sum, prod, max or min; compute others from all_gather")
     carrier = arguments.token("scan", token)
-    spec = CollectiveSpec(
-        comm=comm, op=OpCode.ALL_GATHER, rows=(1,) * comm.size, call_site=arguments.call_site(), carried=bool(carrier),
-        ordered=not carrier,
-    )  # fmt: skip
+    spec = CollectiveSpec(op=OpCode.ALL_GATHER, rows=(1,) * comm.size, **arguments.shared(comm, carrier))
     rows, *rest = bind(all_gather_p, x[None], *carrier, spec=spec)
     return given_back([_ALONG[how.op](rows[: comm.rank + 1]).astype(x.dtype), *rest], token)
 
