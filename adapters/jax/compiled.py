@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.extending import intrinsic
 
 from xvcomm.adapters.jax import ffi
 from xvcomm.engine.prepared import BUSY, run
 from xvcomm.jit.atomics import READY, load, load_acquire, store, store_release
 from xvcomm.jit.compile import brief, compiling, native
-from xvcomm.jit.inline import register_jitable
+from xvcomm.jit.inline import intrinsic, register_jitable
 
 ROOM = 1 << 16
 """Entries of the table: number and address of a prepared call. At most half are used; further operations run in Python."""
@@ -37,16 +36,12 @@ _DATA, _VALUE, _EXECUTE = 8 * ffi.DATA, 8 * ffi.VALUE, int(ffi.Stage.EXECUTE)
 _in_python = types.ExternalFunction(_PYTHON, types.int64(types.int64, types.int64))
 
 
-@intrinsic
-def _table(typingctx: Any) -> Any:
+@intrinsic(types.int64)
+def _table(builder: Any) -> Any:
     """Address of the table."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        known = builder.module.globals.get(_TABLE) or ir.GlobalVariable(builder.module, word, _TABLE)
-        return builder.ptrtoint(known, word)
-
-    return types.int64(), generate
+    word = ir.IntType(64)
+    known = builder.module.globals.get(_TABLE) or ir.GlobalVariable(builder.module, word, _TABLE)
+    return builder.ptrtoint(known, word)
 
 
 @register_jitable

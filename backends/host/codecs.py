@@ -6,49 +6,32 @@ from typing import Any
 
 from llvmlite import ir
 from numba import float32, int32, types, uint8, uint16, uint32
-from numba.extending import intrinsic
 
-from xvcomm.jit.inline import register_jitable
+from xvcomm.jit.inline import intrinsic, register_jitable
 
 
-@intrinsic
-def bits_to_float(typingctx: Any, bits: Any) -> Any:
+@intrinsic(types.float32, types.uint32)
+def bits_to_float(builder: Any, bits: Any) -> Any:
     """The float32 with these bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
+    return builder.bitcast(bits, ir.FloatType())
 
 
-@intrinsic
-def float_to_bits(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.uint32, types.float32)
+def float_to_bits(builder: Any, value: Any) -> Any:
     """The bits of a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
+    return builder.bitcast(value, ir.IntType(32))
 
 
-@intrinsic
-def _half_to_float(typingctx: Any, bits: Any) -> Any:
+@intrinsic(types.float32, types.uint16)
+def _half_to_float(builder: Any, bits: Any) -> Any:
     """Conversion by a CPU instruction."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 
 
-@intrinsic
-def _float_to_half(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.uint16, types.float32)
+def _float_to_half(builder: Any, value: Any) -> Any:
     """Conversion by a CPU instruction."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), generate
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
 
 
 # Wrappers of the intrinsics, whose names differ between processes: code that references an intrinsic is never found in the disk

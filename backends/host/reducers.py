@@ -13,12 +13,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from xvcomm.backends.host import codecs
 from xvcomm.jit.atomics import as_pointer, copy_bytes
+from xvcomm.jit.ccall import caller
 from xvcomm.jit.compile import compiling, native
 from xvcomm.jit.inline import register_jitable
 from xvcomm.types.dtype import BY_NAME, DType, ReduceOp
@@ -231,31 +230,11 @@ def finisher(dtype: DType) -> int:
         return _scaler(codecs.same, np.float32, save, raw, np.float32)
 
 
-@intrinsic
-def call_combine(typingctx: Any, function: Any, dst: Any, a: Any, b: Any, count: Any) -> Any:
-    """Call a combiner by its address."""
+call_combine = caller(types.void, *[types.int64] * 4)
+"""Call a combiner by its address: `call_combine(function, dst, a, b, count)`."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        pointer = ir.FunctionType(ir.VoidType(), [word] * 4).as_pointer()
-        builder.call(builder.inttoptr(args[0], pointer), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def call_scale(typingctx: Any, function: Any, dst: Any, src: Any, count: Any, factor: Any, divisor: Any) -> Any:
-    """Call a scaler by its address."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        pointer = ir.FunctionType(ir.VoidType(), [word, word, word, ir.DoubleType(), word]).as_pointer()
-        builder.call(builder.inttoptr(args[0], pointer), args[1:])
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, i64, i64, types.float64, i64), generate
+call_scale = caller(types.void, *[types.int64] * 3, types.float64, types.int64)
+"""Call a scaler by its address: `call_scale(function, dst, src, count, factor, divisor)`."""
 
 
 @register_jitable

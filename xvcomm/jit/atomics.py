@@ -12,9 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from xvcomm.jit.inline import register_jitable
+from xvcomm.jit.inline import intrinsic, register_jitable
 from xvcomm.types.deadline import Deadline
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -35,88 +34,53 @@ def _word_pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _WORD.as_pointer())
 
 
-@intrinsic
-def load_acquire(typingctx: Any, address: Any) -> Any:
+@intrinsic(types.int64, types.int64)
+def load_acquire(builder: Any, address: Any) -> Any:
     """Load the 64-bit word at `address` with acquire order."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_word_pointer(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(_word_pointer(builder, address), "acquire", 8)
 
 
-@intrinsic
-def store_release(typingctx: Any, address: Any, value: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64)
+def store_release(builder: Any, address: Any, value: Any) -> None:
     """Store to the 64-bit word at `address` with release order."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], _word_pointer(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store_atomic(value, _word_pointer(builder, address), "release", 8)
 
 
-@intrinsic
-def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
+@intrinsic(types.int64, types.int64, types.int64)
+def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Atomically add to the word at `address`; returns its previous value."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _word_pointer(builder, args[0]), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.atomic_rmw("add", _word_pointer(builder, address), value, "acq_rel")
 
 
-@intrinsic
-def compare_and_swap(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+@intrinsic(types.int64, types.int64, types.int64, types.int64)
+def compare_and_swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
     """Atomically store `value` if the word equals `expected`; returns its previous value."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pair = builder.cmpxchg(_word_pointer(builder, args[0]), args[1], args[2], "acq_rel", "acquire")
-        return builder.extract_value(pair, 0)
-
-    return types.int64(types.int64, types.int64, types.int64), generate
+    pair = builder.cmpxchg(_word_pointer(builder, address), expected, value, "acq_rel", "acquire")
+    return builder.extract_value(pair, 0)
 
 
-@intrinsic
-def full_fence(typingctx: Any) -> Any:
+@intrinsic(types.void)
+def full_fence(builder: Any) -> None:
     """Sequentially consistent fence. If two threads each write, fence and then read, at least one sees the other's write."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.fence("seq_cst")
 
 
-@intrinsic
-def load(typingctx: Any, address: Any) -> Any:
+@intrinsic(types.int64, types.int64)
+def load(builder: Any, address: Any) -> Any:
     """Load the 64-bit word at `address`, not atomically."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_word_pointer(builder, args[0]))
-
-    return types.int64(types.int64), generate
+    return builder.load(_word_pointer(builder, address))
 
 
-@intrinsic
-def store(typingctx: Any, address: Any, value: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64)
+def store(builder: Any, address: Any, value: Any) -> None:
     """Store to the 64-bit word at `address`, not atomically."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], _word_pointer(builder, args[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store(value, _word_pointer(builder, address))
 
 
-@intrinsic
-def as_pointer(typingctx: Any, address: Any) -> Any:
+@intrinsic(types.voidptr, types.int64)
+def as_pointer(builder: Any, address: Any) -> Any:
     """The address as a `void *`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
 @register_jitable
@@ -126,40 +90,30 @@ def copy_bytes(dst: int, src: int, count: int) -> None:
         _memcpy(as_pointer(dst), as_pointer(src), count)
 
 
-@intrinsic
-def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64)
+def _stream_line(builder: Any, dst: Any, src: Any) -> None:
     """Copy 64 bytes with a nontemporal store, which bypasses the caches; `dst` must be a multiple of 64."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = ir.VectorType(_WORD, 8)
-        value = builder.load(builder.inttoptr(args[1], line.as_pointer()))
-        value.align = 1
-        written = builder.store(value, builder.inttoptr(args[0], line.as_pointer()), align=64)
-        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    line = ir.VectorType(_WORD, 8)
+    value = builder.load(builder.inttoptr(src, line.as_pointer()))
+    value.align = 1
+    written = builder.store(value, builder.inttoptr(dst, line.as_pointer()), align=64)
+    written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
-@intrinsic
-def _copy_line(typingctx: Any, dst: Any, src: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64)
+def _copy_line(builder: Any, dst: Any, src: Any) -> None:
     """Copy 64 bytes, and prefetch those that will be copied `_AHEAD` bytes later."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        type_ = ir.FunctionType(ir.VoidType(), (pointer, number, number, number))
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), type_)
-        near, data = number(3), number(1)
-        for address, writes in zip(args, (1, 0), strict=True):
-            later = builder.inttoptr(builder.add(address, _WORD(_AHEAD)), pointer)
-            builder.call(fetch, (later, number(writes), near, data))
-        line = ir.VectorType(_WORD, 8).as_pointer()
-        value = builder.load(builder.inttoptr(args[1], line))
-        value.align = 1
-        builder.store(value, builder.inttoptr(args[0], line), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    type_ = ir.FunctionType(ir.VoidType(), (pointer, number, number, number))
+    fetch = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), type_)
+    near, data = number(3), number(1)
+    for address, writes in ((dst, 1), (src, 0)):
+        later = builder.inttoptr(builder.add(address, _WORD(_AHEAD)), pointer)
+        builder.call(fetch, (later, number(writes), near, data))
+    line = ir.VectorType(_WORD, 8).as_pointer()
+    value = builder.load(builder.inttoptr(src, line))
+    value.align = 1
+    builder.store(value, builder.inttoptr(dst, line), align=1)
 
 
 @register_jitable
@@ -193,19 +147,17 @@ def stream_bytes(dst: int, src: int, count: int) -> None:
 def clock(number: int) -> Any:
     """Make a function for compiled code that reads a system clock, `time.CLOCK_...`, in nanoseconds."""
 
-    def nanoseconds(typingctx: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            int32, int64 = ir.IntType(32), ir.IntType(64)
-            kind = ir.FunctionType(int32, [int32, int64.as_pointer()])
-            function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-            pair = cgutils.alloca_once(builder, int64, size=2)
-            builder.call(function, [int32(number), pair])
-            seconds, rest = (builder.load(builder.gep(pair, [int32(i)])) for i in range(2))
-            return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
+    @intrinsic(types.int64)
+    def nanoseconds(builder: Any) -> Any:
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        kind = ir.FunctionType(int32, [int32, int64.as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        pair = cgutils.alloca_once(builder, int64, size=2)
+        builder.call(function, [int32(number), pair])
+        seconds, rest = (builder.load(builder.gep(pair, [int32(i)])) for i in range(2))
+        return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
 
-        return types.int64(), generate
-
-    return intrinsic(nanoseconds)
+    return nanoseconds
 
 
 monotonic = clock(time.CLOCK_MONOTONIC)

@@ -6,7 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from xvcomm.jit.inline import intrinsic
 
 let_go = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
 take_back = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))
@@ -15,52 +16,42 @@ take_back = types.ExternalFunction("PyEval_RestoreThread", types.void(types.void
 _WORD = ir.IntType(64)
 
 
-def _called(builder: Any, args: Any, result: Any) -> Any:
-    pointer = ir.FunctionType(result, [_WORD] * (len(args) - 1)).as_pointer()
-    return builder.call(builder.inttoptr(args[0], pointer), args[1:])
+def _called(builder: Any, function: Any, arguments: Any, result: Any) -> Any:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def call_3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """Call a C function with 3 int64 arguments that returns int64."""
+def caller(result: Any, *arguments: Any) -> Any:
+    """Make a function for compiled code that calls a C function of these types: `call(address, *arguments)`.
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _called(builder, args, _WORD)
+    Args:
+        result: `types.int64` or `types.void`.
+    """
 
-    return types.int64(*[types.int64] * 4), generate
+    @intrinsic(result, types.int64, *arguments)
+    def call(builder: Any, function: Any, *arguments: Any) -> Any:
+        return _called(builder, function, arguments, _WORD if result is types.int64 else ir.VoidType())
 
-
-@intrinsic  # type: ignore[untyped-decorator]
-def call_5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """Call a C function with up to 5 int64 arguments that returns int64; surplus ones are ignored, see `call_11`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _called(builder, args, _WORD)
-
-    return types.int64(*[types.int64] * 6), generate
+    return call
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def call_11(
-    typingctx: Any, function: Any,
-    a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any,
-) -> Any:  # fmt: skip
+call_3 = caller(types.int64, *[types.int64] * 3)
+"""Call a C function with 3 int64 arguments that returns int64."""
+
+call_5 = caller(types.int64, *[types.int64] * 5)
+"""Call a C function with up to 5 int64 arguments that returns int64; surplus ones are ignored, see `call_11`."""
+
+
+@intrinsic(types.int64, *[types.int64] * 12)
+def call_11(builder: Any, function: Any, *arguments: Any) -> Any:
     """Call a C function that takes up to 11 integers or pointers and returns `int`; surplus arguments are ignored.
 
     The calling conventions of x86-64 and AArch64 permit this: each argument has its own register or stack slot.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(_called(builder, args, ir.IntType(32)), _WORD)
-
-    return types.int64(*[types.int64] * 12), generate
+    return builder.sext(_called(builder, function, arguments, ir.IntType(32)), _WORD)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_of(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.int64, types.float64)
+def bits_of(builder: Any, value: Any) -> Any:
     """Reinterpret the bits of a float64 as an int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _WORD)
-
-    return types.int64(types.float64), generate
+    return builder.bitcast(value, _WORD)
