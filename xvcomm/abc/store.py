@@ -122,16 +122,14 @@ class Standby(ABC):
 
 
 class Store(ABC):
-    """A map from text to bytes that every rank of a job sees. Thread-safe. Never on a hot path."""
+    """A map from text to bytes that every rank of a job sees. Thread-safe. Never on a hot path.
+
+    What needs the store's answer raises DeadlineExceeded if none comes in time, and StoreError if the store cannot be reached.
+    """
 
     @abstractmethod
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """Store `value` under `key`, replacing what was there; visible to every later `get`.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
+        """Store `value` under `key`, replacing what was there; visible to every later `get`."""
 
     @abstractmethod
     def get(self, key: str, deadline: Deadline) -> bytes:
@@ -139,8 +137,6 @@ class Store(ABC):
 
         Raises:
             NotSet: nobody set it in time; names the key.
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
         """
 
     @abstractmethod
@@ -149,17 +145,10 @@ class Store(ABC):
 
         Raises:
             NotSet: names the keys that are missing.
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
         """
 
     def has(self, key: str) -> bool:
-        """Whether `key` is set.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
+        """Whether `key` is set."""
         try:
             self.wait([key], Deadline.after(0))
         except NotSet:
@@ -168,21 +157,12 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        """Add to the integer under `key` (0 if unset) in one atomic step and give the sum back; `get` returns its decimal digits.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
+        """Add to the integer under `key` (0 if unset) in one atomic step; returns the sum. `get` returns its decimal digits."""
 
     def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
         """Store `value` under `key` if nothing is stored there; returns what is stored, the same to all callers.
 
         By default in two steps: if the first caller ends between them, the others find nothing until their deadline.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
         """
         if self.add(f"{key}/callers", 1, deadline) > 1:
             return self.get(key, deadline)
@@ -199,10 +179,6 @@ class Store(ABC):
 
         Returns:
             What each step gives, and the value of each key; None for those that nobody has set in time.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
         """
         given, until = [self._carry_out(step, deadline) for step in steps], Deadline.after(deadline.sooner(patience))
         return given, [self._awaited(key, until) for key in keys]
@@ -232,12 +208,7 @@ class Store(ABC):
             return None
 
     def publish(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        """`set`, but perhaps only with the next `exchange` of this process, which must follow.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
+        """`set`, but perhaps only with the next `exchange` of this process, which must follow."""
         self.set(key, value, deadline)
 
     def notices(
@@ -251,10 +222,6 @@ class Store(ABC):
             silence: what the store posts each time that this host has not answered for `patience` seconds; nothing if empty.
             patience: in seconds, 2.5 at least; the process itself may be stopped for longer.
             deadline: until the store follows them.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
         """
         return None
 
@@ -263,20 +230,11 @@ class Store(ABC):
 
         Returns:
             Whether the store notices that a process ends; else it decides nothing.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
         """
         return False
 
     def posted(self, place: str, read: int) -> list[bytes]:
-        """The notices in `place` after the first `read` ones, for a process that does not follow them. Does not wait for any.
-
-        Raises:
-            DeadlineExceeded: the store did not answer in time.
-            StoreError: the store cannot be reached.
-        """
+        """The notices in `place` after the first `read` ones, for a process that does not follow them. Does not wait for any."""
         return []
 
     def ended(self, addresses: Collection[str]) -> list[str]:

@@ -185,7 +185,7 @@ class Membership:
 
 
 class Transport(ABC):
-    """One way between ranks, for one rank. Constructed with (config, host)."""
+    """One way between ranks, for one rank. Constructed with (config, host). Members are ranks' numbers in the whole job."""
 
     def __init__(self, config: Config, host: str) -> None:  # noqa: B027
         """Cheap; opens nothing."""
@@ -250,61 +250,36 @@ class Transport(ABC):
         """Let ranks that `ask` read this rank's flight recorder, by its handle; 0: no longer, as it is closed then."""
 
     def ask(self, members: Sequence[int], question: Question, deadline: Deadline) -> Mapping[int, Answer]:
-        """Ask ranks what they do; gives the answers that come in time. The ranks' Python takes no part.
-
-        Args:
-            members: their numbers in the whole job.
-        """
+        """Ask ranks what they do; gives the answers that come in time. The ranks' Python takes no part."""
         return {}
 
     def answers(self, member: int) -> bool:
-        """Whether a rank's host answers at the moment, also if the rank itself does not. Never blocks.
-
-        Args:
-            member: its number in the whole job.
-        """
+        """Whether a rank's host answers at the moment, also if the rank itself does not. Never blocks."""
         return False
 
     def part(self, member: int) -> None:  # noqa: B027 - ranks that share memory see it there
         """The job's store has told that a rank has left in good order, and that all it had sent has come. Never blocks.
 
         Calls `Membership.left`, unless a connection to the rank is open, which tells it behind what it carries.
-
-        Args:
-            member: its number in the whole job.
         """
 
     def meet(self, members: Sequence[int]) -> None:  # noqa: B027 - ranks that share memory need nothing
-        """Find out how ranks can be reached, while the job's store can be asked. May block; any thread.
-
-        Args:
-            members: their numbers in the whole job.
-        """
+        """Find out how ranks can be reached, while the job's store can be asked. May block; any thread."""
 
     def doubt(self, member: int, seconds: float) -> None:  # noqa: B027 - ranks that share memory see it there
         """The job's store has heard nothing of a rank's host for some seconds, or this rank nothing of the store's. Never blocks.
 
         Calls `Membership.lost` after XVCOMM_PEER_TIMEOUT, with those seconds, if the rank cannot be reached meanwhile.
-
-        Args:
-            member: its number in the whole job.
         """
 
     def probe(self, members: Sequence[int]) -> Mapping[int, Mapping[Route, str]]:
-        """Try every route to ranks of other hosts, without a ring: why each does not work, or nothing. Preferred ones come first.
-
-        Args:
-            members: their numbers in the whole job.
-        """
+        """Try every route to ranks of other hosts, without a ring: why each does not work, or nothing. Preferred ones first."""
         return {}
 
     def try_pairs(self, members: Sequence[int]) -> Mapping[int, Sequence[PairTrial]]:
         """Join every RDMA device in use with each of those of ranks of other hosts, without a ring, and part them again.
 
         Preferred ones come first. Each of these ranks must stay until all have called it.
-
-        Args:
-            members: their numbers in the whole job.
         """
         return {}
 
@@ -324,9 +299,6 @@ class Transport(ABC):
         """Let only these rails carry what this rank sends to another one from now on; none: all of them again.
 
         If all of them are lost, the others carry. Control messages go over any, rings in GPU memory over RDMA only.
-
-        Args:
-            member: its number in the whole job.
         """
 
     def paths(self) -> list[Path]:
@@ -337,9 +309,6 @@ class Transport(ABC):
         """The connections to another rank, lost ones too, with their bytes and states in words; empty if it needs none.
 
         Never blocks.
-
-        Args:
-            member: its number in the whole job.
         """
         return ""
 
