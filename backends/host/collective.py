@@ -34,6 +34,8 @@ arrays of all others, so the limit falls with the square of their number.
 _ATTACHED = 2 * LINE
 _PLANS_KEPT = 1000
 _SUM = Reduction(ReduceOp.SUM)
+_COPIES = (OpCode.ALL_GATHER, OpCode.BROADCAST, OpCode.GATHER, OpCode.SCATTER, OpCode.ALL_TO_ALL)
+_MODES = {OpCode.REDUCE_SCATTER: Mode.SCATTER, OpCode.REDUCE: Mode.ROOT}
 _Plan, _Member = python_type(PLAN), python_type(MEMBER)
 Kernel = Callable[[int, int, int], int]
 
@@ -149,7 +151,8 @@ class HostCollective(Collective, SupportsPartialSums):
     def partial_sums(
         self, src: int, dst: int, counts: Sequence[int], dtype: DType, op: Reduction, stream: Stream
     ) -> None:
-        self._run(self._reduce_scatter(counts, dtype, op, rounds=False), src, dst, stream)
+        form = CollectiveForm(OpCode.REDUCE_SCATTER, tuple(counts), (), dtype, op, 0)
+        self._run(self._plan_of(form, in_place=False, rounds=False), src, dst, stream)
 
     def prepare(self, form: CollectiveForm) -> PreparedCollective | None:
         """See `Collective.prepare`; None for an operation that scales its input."""
@@ -158,84 +161,17 @@ class HostCollective(Collective, SupportsPartialSums):
         plan = self._plan_of(form, in_place=True)
         return PreparedCollective(kernels.address(plan.kernel), plan.address, partial(self._run, plan))
 
-    def _plan_of(self, form: CollectiveForm, *, in_place: bool) -> Plan:
+    def _plan_of(self, form: CollectiveForm, *, in_place: bool, rounds: bool = True) -> Plan:
+        """The plan for a collective, kept for the next one of its shape; without `rounds`, the result is float32."""
         op, counts, recv_counts, dtype, reduction, root = form
-        match op:
-            case OpCode.REDUCE:
-                return self._reduce(counts[0], dtype, reduction, root)
-            case OpCode.REDUCE_SCATTER:
-                return self._reduce_scatter(counts, dtype, reduction)
-            case OpCode.ALL_GATHER:
-                return self._all_gather(counts, dtype)
-            case OpCode.BROADCAST:
-                return self._broadcast(counts[0], dtype, root, in_place=in_place)
-            case OpCode.GATHER:
-                return self._gather(counts, dtype, root)
-            case OpCode.SCATTER:
-                return self._scatter(counts, dtype, root)
-            case OpCode.ALL_TO_ALL:
-                return self._all_to_all(counts, recv_counts, dtype)
-            case _:
-                return self._all_reduce(counts[0], dtype, reduction)
-
-    def _all_reduce(self, count: int, dtype: DType, op: Reduction) -> Plan:
-        key = (OpCode.ALL_REDUCE, count, dtype.code, op.op)
-        plan = self._plans.get(key)
-        if plan is not None:
-            return plan
-        if count * dtype.itemsize <= min(ONE_SHOT // max(1, self._ranks - 1) ** 2, self._stage):
-            return self._keep(key, self._reduction(kernels.one_shot, None, Mode.ALL, 0, count, dtype, op))
-        shares = fair_blocks(count, self._ranks, dtype.itemsize)
-        return self._keep(key, self._shared(shares, Mode.ALL, 0, count, dtype, op))
-
-    def _reduce(self, count: int, dtype: DType, op: Reduction, root: int) -> Plan:
-        shares = fair_blocks(count, self._ranks, dtype.itemsize)
-        return self._shared(shares, Mode.ROOT, root, count, dtype, op)
-
-    def _reduce_scatter(self, counts: Sequence[int], dtype: DType, op: Reduction, *, rounds: bool = True) -> Plan:
-        key = (OpCode.REDUCE_SCATTER, tuple(counts), dtype.code, op.op, rounds)
+        key = op, counts, recv_counts, dtype.code, reduction.op, root, in_place, rounds
         plan = self._plans.get(key)
         if plan is None:
-            table = blocks(counts, dtype.itemsize)
-            plan = self._keep(key, self._shared(table, Mode.SCATTER, 0, sum(counts), dtype, op, rounds=rounds))
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            plan = self._exchange(form, in_place=in_place) if op in _COPIES else self._reduction(form, rounds=rounds)
+            self._plans[key] = plan
         return plan
-
-    def _all_gather(self, counts: Sequence[int], dtype: DType) -> Plan:
-        key = (OpCode.ALL_GATHER, tuple(counts), dtype.itemsize)
-        plan = self._plans.get(key)
-        if plan is None:
-            parts = np.zeros((4, self._ranks), np.int64)
-            parts[1, 0] = counts[self._me] * dtype.itemsize
-            parts[2:] = blocks(counts, dtype.itemsize)
-            plan = self._keep(key, self._exchange(parts, 1))
-        return plan
-
-    def _broadcast(self, count: int, dtype: DType, root: int, *, in_place: bool) -> Plan:
-        parts = np.zeros((4, self._ranks), np.int64)
-        if self._me == root:
-            parts[1, 0] = count * dtype.itemsize
-        if self._me != root or not in_place:
-            parts[3, root] = count * dtype.itemsize
-        return self._exchange(parts, 1)
-
-    def _gather(self, counts: Sequence[int], dtype: DType, root: int) -> Plan:
-        parts = np.zeros((4, self._ranks), np.int64)
-        if self._me == root:
-            parts[2:] = blocks(counts, dtype.itemsize)
-        else:
-            parts[1, 0] = counts[self._me] * dtype.itemsize
-        return self._exchange(parts, 1)
-
-    def _scatter(self, counts: Sequence[int], dtype: DType, root: int) -> Plan:
-        parts = np.zeros((4, self._ranks), np.int64)
-        if self._me == root:
-            parts[:2] = blocks(counts, dtype.itemsize)
-        parts[3, root] = counts[self._me] * dtype.itemsize
-        return self._exchange(parts, self._ranks)
-
-    def _all_to_all(self, counts: Sequence[int], recv_counts: Sequence[int], dtype: DType) -> Plan:
-        parts = np.concatenate([blocks(counts, dtype.itemsize), blocks(recv_counts, dtype.itemsize)])
-        return self._exchange(parts, self._ranks)
 
     def abort(self, word: int, delay: float = 0.0) -> None:
         if self._arena:
@@ -264,40 +200,53 @@ class HostCollective(Collective, SupportsPartialSums):
         )  # fmt: skip
         return Plan(kernel, ctypes.addressof(record), record, parts)
 
-    def _keep(self, key: object, plan: Plan) -> Plan:
-        """Cache a plan for the next call of its shape."""
-        if len(self._plans) >= _PLANS_KEPT:
-            self._plans.clear()
-        self._plans[key] = plan
-        return plan
-
-    def _exchange(self, parts: np.ndarray, columns: int) -> Plan:
+    def _exchange(self, form: CollectiveForm, *, in_place: bool) -> Plan:
+        op, counts, recv_counts, dtype, _, root = form
+        me, itemsize = self._me, dtype.itemsize
+        parts, columns = np.zeros((4, self._ranks), np.int64), 1
+        match op:
+            case OpCode.ALL_GATHER:
+                parts[1, 0] = counts[me] * itemsize
+                parts[2:] = blocks(counts, itemsize)
+            case OpCode.BROADCAST:
+                if me == root:
+                    parts[1, 0] = counts[0] * itemsize
+                if me != root or not in_place:
+                    parts[3, root] = counts[0] * itemsize
+            case OpCode.GATHER if me == root:
+                parts[2:] = blocks(counts, itemsize)
+            case OpCode.GATHER:
+                parts[1, 0] = counts[me] * itemsize
+            case OpCode.SCATTER:
+                columns, parts[3, root] = self._ranks, counts[me] * itemsize
+                if me == root:
+                    parts[:2] = blocks(counts, itemsize)
+            case OpCode.ALL_TO_ALL:
+                columns, parts[:2], parts[2:] = self._ranks, blocks(counts, itemsize), blocks(recv_counts, itemsize)
         return self._plan(kernels.exchange, parts, columns=columns)
 
-    def _shared(
-        self, table: np.ndarray, mode: Mode, root: int, count: int, dtype: DType, op: Reduction, *, rounds: bool = True
-    ) -> Plan:
-        """A reduction in which each member reduces its share."""
+    def _reduction(self, form: CollectiveForm, *, rounds: bool) -> Plan:
+        op, counts, _, dtype, reduction, root = form
+        mode = _MODES.get(op, Mode.ALL)
+        count = sum(counts)
         nbytes = count * dtype.itemsize
-        if nbytes < direct.LEAST or self._ranks == 1:
-            return self._reduction(kernels.reduce, table, mode, root, count, dtype, op, rounds=rounds)
-        tuning = self.tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
-        return self._reduction(
-            direct.reduce_either, table, mode, root, count, dtype, op, rounds=rounds,
-            tuning=ctypes.addressof(tuning), room=self._room.ctypes.data,
-        )  # fmt: skip
-
-    def _reduction(
-        self, kernel: Kernel, table: np.ndarray | None, mode: Mode, root: int, count: int, dtype: DType, op: Reduction,
-        *, rounds: bool = True, **words: int,
-    ) -> Plan:  # fmt: skip
-        functions = kit(dtype, op.base) if rounds else unrounded(dtype, op.base)
-        divides = op.op is ReduceOp.AVG and self._ranks > 1
+        kernel, words, table = kernels.reduce, {}, None
+        if mode is Mode.ALL and nbytes <= min(ONE_SHOT // max(1, self._ranks - 1) ** 2, self._stage):
+            kernel = kernels.one_shot
+        else:  # each member reduces its share
+            scatters = mode is Mode.SCATTER
+            table = blocks(counts, dtype.itemsize) if scatters else fair_blocks(count, self._ranks, dtype.itemsize)
+            if nbytes >= direct.LEAST:
+                tuning = self.tunings.setdefault((mode, nbytes.bit_length()), direct.tuning())
+                kernel = direct.reduce_either
+                words = {"tuning": ctypes.addressof(tuning), "room": self._room.ctypes.data}
+        functions = kit(dtype, reduction.base) if rounds else unrounded(dtype, reduction.base)
+        divides = reduction.op is ReduceOp.AVG and self._ranks > 1
         return self._plan(
             kernel, table,
             mode=mode, root=root, pair=functions.pair, first=functions.first, more=functions.more, last=functions.last,
             finisher=finisher(dtype) if divides else 0, divisor=self._ranks, itemsize=dtype.itemsize,
-            result_size=dtype.itemsize if rounds else FLOAT32.itemsize, nbytes=count * dtype.itemsize, **words,
+            result_size=dtype.itemsize if rounds else FLOAT32.itemsize, nbytes=nbytes, **words,
         )  # fmt: skip
 
     def _run(self, plan: Plan, src: int, dst: int, stream: Stream) -> None:

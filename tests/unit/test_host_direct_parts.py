@@ -74,7 +74,7 @@ def line(members: list[HostCollective], me: int) -> Any:
 
 def plan(member: HostCollective) -> Plan:
     """The reduction that all tests use."""
-    return member._all_reduce(COUNT, FLOAT, SUM)
+    return member._plan_of(ALL_REDUCE, in_place=True)
 
 
 def test_giving_up_waits_until_the_arrays_are_not_accessed(members: list[HostCollective]) -> None:

@@ -36,12 +36,8 @@ SEEN = np.dtype([
 _KNOWN, _AXES = 64, 5
 _ARRAY = np.dtype([("place", "i8"), ("what", "i8"), ("stream", "i8"), ("shape", "i8", _AXES)])
 _ARRAYS = np.dtype([("count", "i8"), ("first", _ARRAY, _KNOWN)])
-_seen_at, _array_at, _arrays_at, _Arrays = (
-    compiled_at(SEEN),
-    compiled_at(_ARRAY),
-    compiled_at(_ARRAYS),
-    python_type(_ARRAYS),
-)
+_seen_at, _array_at, _arrays_at = map(compiled_at, (SEEN, _ARRAY, _ARRAYS))
+_Arrays = python_type(_ARRAYS)
 _TENSOR_BYTES, _INNER, _FLAGS = ctypes.sizeof(Tensor), Versioned.tensor.offset, Versioned.flags.offset
 _PLAIN, _VERSIONED = (ctypes.create_string_buffer(name) for name in (b"dltensor", b"dltensor_versioned"))
 _names = (ctypes.c_int64 * 2)(ctypes.addressof(_PLAIN), ctypes.addressof(_VERSIONED))
