@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from xvcomm.memory.segment import Segment
 from xvcomm.system.stacks import StackFile
@@ -12,6 +15,8 @@ from xvcomm.trace import journal
 from xvcomm.trace.format import STACK_NANOSECONDS, Life, Record, read_history, read_life, read_record
 from xvcomm.trace.recorder import Recorder
 from xvcomm.trace.snapshot import RankState
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -48,29 +53,15 @@ class Journal:
 
     def newest(self, rank: int, wanted: int) -> list[Record]:
         """The newest operations of a rank of this host, so many, oldest first."""
-        region = self._regions.get(rank)
-        try:
-            return [] if region is None else read_history(region, wanted)
-        except ValueError:  # released
-            return []
+        return self._read(rank, partial(read_history, wanted=wanted), [])
 
     def state(self, rank: int, wanted: int | None = None) -> RankState:
         """What a rank of this host does, to its communicators and so many of its newest records, or all that are kept."""
-        region = self._regions.get(rank)
-        try:
-            if region is not None:
-                return journal.state(region, wanted)
-        except ValueError:  # released
-            pass
-        return RankState(answered=False)
+        return self._read(rank, partial(journal.state, wanted=wanted), RankState(answered=False))
 
     def ask_for_stack(self, rank: int) -> bool:
         """Whether this process is the one to ask a rank of this host for its stack, which no other one has done just now."""
-        region = self._regions.get(rank)
-        try:
-            words = region.cast("q") if region is not None else None
-        except ValueError:  # released
-            words = None
+        words = self._read(rank, lambda region: region.cast("q"), None)
         if words is None or time.time_ns() - words[2] < STACK_NANOSECONDS:
             return False
         words[2] = time.time_ns()
@@ -89,10 +80,7 @@ class Journal:
 
     def record(self, number: int) -> Record | None:
         """An operation of this rank, by its number in the flight recorder; None after `close`."""
-        try:
-            return read_record(self._regions[self._rank], number)
-        except ValueError:  # released
-            return None
+        return self._read(self._rank, partial(read_record, number=number), None)
 
     def note_left(self, rank: int) -> None:
         """Remember that a rank of another host has closed its communicators regularly."""
@@ -100,13 +88,15 @@ class Journal:
 
     def left(self, rank: int) -> bool:
         """Whether a rank has closed its communicators regularly, as far as this rank knows."""
-        if rank in self._left_elsewhere:
-            return True
+        return rank in self._left_elsewhere or self._read(rank, read_life, None) is Life.CLOSED
+
+    def _read(self, rank: int, read: Callable[[memoryview], T], otherwise: T) -> T:
+        """What a rank's flight recorder tells, if it is of this host and not released yet."""
         region = self._regions.get(rank)
         try:
-            return region is not None and read_life(region) is Life.CLOSED
+            return otherwise if region is None else read(region)
         except ValueError:  # released
-            return False
+            return otherwise
 
     def close(self) -> None:
         """Close the recorder and let go of the segment. Idempotent."""
