@@ -32,6 +32,11 @@ class State(enum.IntEnum):
     DONE = 2
     FAILED = 3
 
+    @property
+    def words(self) -> str:
+        """For a person."""
+        return "in progress" if self is State.POSTED else self.name.lower()
+
 
 class Stage(enum.IntEnum):
     """What is known of an operation that has not ended; a watchdog notes it, so it may be some tenths of a second old."""
@@ -118,15 +123,18 @@ class Record:
     shares: tuple[Share, ...] = ()
     stage: Stage = Stage.UNKNOWN
 
+    @property
+    def contents(self) -> str:
+        """`4096 x float32`."""
+        dtype = BY_CODE.get(self.dtype)
+        return f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
+
     def describe(self) -> str:
         """`all_reduce #12 by nccl of 4096 x float32 at train.py:120 (in progress)`, and behind it `shares`."""
-        dtype = BY_CODE.get(self.dtype)
-        what = f"{self.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{self.nbytes} bytes"
         peer = f" with rank {self.peer}" if self.peer >= 0 else ""
-        state = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}[State(self.state)]
-        state += f": {self.stage.words}" if self.stage else ""
+        state = State(self.state).words + (f": {self.stage.words}" if self.stage else "")
         over = f" over {'; '.join(map(str, self.shares))}" if self.shares else ""
-        of = "" if self.op == OpCode.PROBE else f" of {what}"
+        of = "" if self.op == OpCode.PROBE else f" of {self.contents}"
         way = f" by {self.way}" if self.way else ""
         return f"{OpCode(self.op)} #{self.sequence}{peer}{way}{of} at {self.call_site} ({state}){over}"
 

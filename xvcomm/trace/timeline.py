@@ -23,7 +23,6 @@ from xvcomm.types.topology import RankInfo
 Event = dict[str, Any]
 _APART = 2
 """Nanoseconds at the least between two events of a track: readers round microseconds, and what overlaps they drop."""
-_STATES = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}
 
 
 def timeline(snapshot: Snapshot) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _pid(rank: int) -> int:
 
 def _operation(span: Span, start: int, thread: int, category: str, args: Event) -> Event:
     record = span.record
-    mark = "" if record.state == State.DONE else f" ({_STATES[State(record.state)]})"
+    mark = "" if record.state == State.DONE else f" ({State(record.state).words})"
     return {
         "ph": "X", "name": f"{OpCode(record.op)}{mark}", "cat": category, "pid": _pid(span.rank), "tid": thread,
         "ts": _microseconds(span.begin - start), "dur": _microseconds(span.length), "args": args,
@@ -144,7 +143,7 @@ def _arguments(span: Span, connection: str, known: Mapping[int, Group]) -> Event
         "peer": f"rank {span.peer}" if span.peer is not None else None,
         "tag": record.tag if record.peer != NO_PEER else None,
         "call site": record.call_site,
-        "state": _STATES[State(record.state)],
+        "state": State(record.state).words,
         "way": record.way or None,
     }
     shares = {

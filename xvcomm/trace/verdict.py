@@ -14,7 +14,6 @@ from xvcomm.trace.format import Record, State
 from xvcomm.trace.groups import brief
 from xvcomm.trace.operation import ANY_PEER, NO_PEER
 from xvcomm.trace.waits import Condition, Wait, Waits, Why
-from xvcomm.types.dtype import BY_CODE
 from xvcomm.types.opcode import OpCode
 
 _ORDER = (
@@ -30,12 +29,12 @@ _ORDER = (
 _NAMED = 4
 """Maximum number of ranks that a sentence says something of."""
 _WORDS = {
-    Why.ABSENT: "which {they} {has} not called",
-    Why.DIFFERS: "in whose place {they} {has} called something else",
-    Why.BEHIND: "which {they} {has} enqueued behind another collective",
-    Why.NO_RECEIVE: "which {they} {does} not receive",
-    Why.NO_SEND: "which {they} {does} not send",
-    Why.INSIDE: "which {they} {is} in, too",
+    Why.ABSENT: "which rank {} has not called",
+    Why.DIFFERS: "in whose place rank {} has called something else",
+    Why.BEHIND: "which rank {} has enqueued behind another collective",
+    Why.NO_RECEIVE: "which rank {} does not receive",
+    Why.NO_SEND: "which rank {} does not send",
+    Why.INSIDE: "which rank {} is in, too",
 }
 
 
@@ -124,7 +123,7 @@ class Explainer:
             return f"{it} on {self._waits.snapshot.infos[rank].hostname} does not answer"
         last = state.records[-1] if state.records else None
         after = (
-            f"its last operation: {_call(last)} at {last.call_site} ({_STATES[State(last.state)]})"
+            f"its last operation: {_call(last)} at {last.call_site} ({State(last.state).words})"
             if last
             else "it had not called any operation"
         )
@@ -283,7 +282,6 @@ class _Judge:
         ))  # fmt: skip
 
 
-_STATES = {State.POSTED: "in progress", State.DONE: "done", State.FAILED: "failed"}
 _ADVICE = {
     Condition.GONE: "See its own error or its exit status.",
     Condition.LEFT: "All ranks must make the same number of calls.",
@@ -304,18 +302,15 @@ def _caller(at: stack.Stack) -> str:
 
 def _call(record: Record, peer: str = "") -> str:
     """`all_reduce #12 of 4096 x float32`."""
-    dtype = BY_CODE.get(record.dtype)
-    what = f"{record.nbytes // dtype.itemsize} x {dtype}" if dtype else f"{record.nbytes} bytes"
     number = f" #{record.sequence}" if record.peer == NO_PEER else ""
-    of = "" if record.op in (OpCode.PROBE, OpCode.BARRIER) else f" of {what}"
+    of = "" if record.op in (OpCode.PROBE, OpCode.BARRIER) else f" of {record.contents}"
     return f"{OpCode(record.op)}{number}{peer}{of}"
 
 
 def _chain(cycle: Sequence[Wait], words: Explainer) -> str:
     parts = []
     for i, wait in enumerate(cycle):
-        other = cycle[(i + 1) % len(cycle)].rank
-        how = _WORDS[wait.why].format(they=f"rank {other}", has="has", does="does", **{"is": "is"})
+        how = _WORDS[wait.why].format(cycle[(i + 1) % len(cycle)].rank)
         parts.append(f"rank {wait.rank} waits in {words.describe(wait)} ({words.at(wait)}), {how}")
     return f"{_capital('; '.join(parts))}."
 
