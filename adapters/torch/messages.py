@@ -68,7 +68,7 @@ def _bring_back(plane: Plane, buffer: Tensor, x: Tensor) -> None:
 def receive_from_any(plane: Plane, tensors: Sequence[Tensor], tag: int) -> Work:
     """Receive one tensor from the first rank that sends with this tag; the Work contains the source."""
     x = _single("recv", tensors)
-    return plane.from_any(partial(_take, plane, x, tag), tensors, "recv from any rank", tag % CHANNELS)
+    return plane.from_any(partial(_take, plane, x, tag), tensors, tag % CHANNELS)
 
 
 def _take(plane: Plane, x: Tensor, tag: int) -> int:

@@ -34,6 +34,7 @@ from xvcomm.trace.callsite import find_call_site
 _CLOSE_SECONDS = 2.0
 _INSIDE_RUN, _INSIDE_FROM_ANY = 2, 3
 """Minimum depth of xvcomm's own frames when `HostPlane` looks up the call site."""
+_FROM_ANY = "recv from any rank"
 Job = Callable[["Plane"], Any]
 Operation = Callable[..., Any]
 
@@ -96,7 +97,7 @@ class Plane(ABC):
         """
 
     @abstractmethod
-    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
+    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], channel: int) -> Work:
         """A Work for `job`, which waits for a message, receives it, and returns its source; in order per channel."""
 
     @abstractmethod
@@ -134,9 +135,8 @@ class HostPlane(Plane):
     def __init__(self, comm: Communicator, name: str) -> None:
         super().__init__(comm)
         self._worker = OrderedWorker(f"xvcomm-{name}")
-        self._receivers = [
-            OrderedWorker(f"xvcomm-{name}-any-{n}") for n in range(CHANNELS)
-        ]  # their threads start on first use
+        # their threads start on first use
+        self._receivers = [OrderedWorker(f"xvcomm-{name}-any-{n}") for n in range(CHANNELS)]
 
     @property
     def ready(self) -> bool:
@@ -179,9 +179,9 @@ class HostPlane(Plane):
         work.add_done_callback(over)
         return HostWork(future, tensors, what, source)
 
-    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
+    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], channel: int) -> Work:
         """See `Plane.from_any`. Runs in a thread of the channel, because it may wait for long."""
-        return HostWork(self._receivers[channel].submit(job, find_call_site(_INSIDE_FROM_ANY)), tensors, what)
+        return HostWork(self._receivers[channel].submit(job, find_call_site(_INSIDE_FROM_ANY)), tensors, _FROM_ANY)
 
     def record_event(self) -> None:
         """See `Plane.record_event`."""
@@ -260,12 +260,12 @@ class StreamPlane(Plane):
     ) -> Work:
         return StreamOperation(self, work, then, tensors, what, source)
 
-    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], what: str, channel: int) -> Work:
+    def from_any(self, job: Callable[[], int], tensors: Sequence[Tensor], channel: int) -> Work:
         """See `Plane.from_any`. The host waits here until a message is announced, which determines what to enqueue."""
         with mapped():
             source = job()
         current = self.current()
-        return StreamWork(self, current.record_event(), current, tensors, what, source)
+        return StreamWork(self, current.record_event(), current, tensors, _FROM_ANY, source)
 
     def over(self, tensor: Tensor, what: str, source: int, used: Tensor) -> Work:
         current = self.current()

@@ -76,11 +76,7 @@ class CudaRuntime(Runtime):
         self._mode = ctypes.c_int64()
         self._exchange = driver.cuThreadExchangeStreamCaptureMode
         self._handle = getattr(driver, "cuMemGetHandleForAddressRange", None)
-        self._query = (
-            _address(self._exchange),
-            ctypes.addressof(self._mode),
-            _address(driver.cuEventQuery),
-        )
+        self._query = _address(self._exchange), ctypes.addressof(self._mode), _address(driver.cuEventQuery)
         self._capture_info = driver.cuStreamGetCaptureInfo_v2
         self._finish_loading = getattr(driver, "cuFuncLoad", None)  # CUDA 12.4
 

@@ -45,7 +45,7 @@ class Collectives:
         Args:
             x: the array on the root; on the other ranks a buffer of equal shape and dtype.
         """
-        self._check_rank("root", root)
+        self._check_root(root)
         mine = self.rank == root
         src = array.view(x, output=not mine)
         key = _key(_BROADCAST, root, src, src, async_op)
@@ -82,7 +82,7 @@ class Collectives:
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Reduce elementwise over all ranks; only the root gets the result. Other ranks' `x` is unchanged and returned."""
-        self._check_rank("root", root)
+        self._check_root(root)
         mine = self.rank == root
         src = array.view(x, output=mine and out is None)
         how = reduction_on(op, src.dtype)
@@ -142,7 +142,7 @@ class Collectives:
         async_op: bool = False, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Concatenate the blocks of all ranks along axis 0 on the root; None elsewhere. Arguments as in `all_gather`."""
-        self._check_rank("root", root)
+        self._check_root(root)
         src = array.view(x)
         rows, elements = own_block(src, counts, self.size, self.rank)
         dst = self._output(src, out, rows, sum(elements)) if self.rank == root else None
@@ -162,7 +162,7 @@ class Collectives:
             out: this rank's block; required if `x` is None.
             counts: rows per rank, the same on all ranks; by default equal.
         """
-        self._check_rank("root", root)
+        self._check_root(root)
         mine = self.rank == root
         if x is None and (mine or out is None):
             raise ArgumentError("scatter: the root needs the array x, the other ranks need out (or x for its shape)")
@@ -228,9 +228,9 @@ class Collectives:
             call.stream = array.stream_handle(stream)
         return self.collectives.start(call) if async_op else self.collectives.run(call)
 
-    def _check_rank(self, what: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ArgumentError(f"{what} {rank}: ranks of this communicator go from 0 to {self.size - 1}")
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ArgumentError(f"root {root}: ranks of this communicator go from 0 to {self.size - 1}")
 
     def _empty_like(self, x: ArrayView, shape: tuple[int, ...]) -> ArrayView:
         return array.empty_like(x, shape, self._context.device.empty)

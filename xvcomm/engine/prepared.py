@@ -167,13 +167,8 @@ class PreparedCall:
     """
 
     def __init__(self, context: Context, gate: HostGate, call: CollectiveRequest, prepared: PreparedCollective) -> None:
-        self._context, self._gate, self._op, self._message, self._prepared = (
-            context,
-            gate,
-            call.op,
-            call.message(),
-            prepared,
-        )
+        self._context, self._gate, self._op, self._prepared = context, gate, call.op, prepared
+        self._message = call.message()
         self._record = _Call(
             gate.address, tuple(self._message), call.call_site, prepared.function, prepared.argument, _NONE
         )

@@ -6,7 +6,6 @@ import threading
 from time import monotonic
 from typing import Any, cast
 
-from xvcomm.abc.collective import Collective
 from xvcomm.abc.device import Event, Stream
 from xvcomm.abc.launch import SupportsEnqueuedEvents
 from xvcomm.engine.branch import Branch, Launched
@@ -138,7 +137,7 @@ class StreamCollectives(Collectives):
         *,
         blocking: bool,
     ) -> Batch:
-        event, native = event or cast(Event, on.record_event()), self._joined()
+        event, native = event or cast(Event, on.record_event()), self._context.joined_native()
         keep = None if blocking else call
         return Batch(
             [operation], call.deadline, ends, stream=on, event=event, native=native, blocking=blocking, keep=keep
@@ -149,7 +148,7 @@ class StreamCollectives(Collectives):
         if self._branch is None:
             return None
         if self._native_only:  # if the native library does all of it
-            native = self._joined()
+            native = self._context.joined_native()
             found = native.enqueued(call.form()) if native is not None else None
             steps = [EnqueuedStep(found, (Place(Buf.IN, 0), Place(Buf.OUT, 0)))] if found is not None else None
         else:  # if compiled code can run all steps of the plan
@@ -163,9 +162,6 @@ class StreamCollectives(Collectives):
             # compiled code launches nothing on a thread's own stream
             (lambda handle, output: executor.serial_scratch(nbytes, (handle, 0), output)) if nbytes else None,
         )  # fmt: skip
-
-    def _joined(self) -> Collective | None:
-        return self._context.joined_native()
 
     def _close(self) -> None:
         """Does nothing: streams end by themselves."""

@@ -84,7 +84,7 @@ class KernelCache:
         if self.folder is None or not self.writable:
             return None
         try:
-            return self.folder.open_lock("lock")
+            return self.folder.open_lock()
         except OSError as error:
             self._tell(f"ranks cannot take turns to compile kernels: {_reason(error)}")
             return None

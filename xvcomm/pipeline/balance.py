@@ -39,7 +39,7 @@ def split_layers(
         ArgumentError: an argument is out of range, there are fewer layers than stages, or the memory does not suffice.
     """
     costs = [float(c) for c in layers] if isinstance(layers, Sequence) else [1.0] * operator.index(layers)
-    speeds = _positive("speeds", speeds)
+    speeds = _checked(speeds)
     if any(not 0 <= cost < math.inf for cost in costs):
         raise ArgumentError("costs of layers must be finite and not negative")
     if len(costs) < len(speeds):
@@ -125,7 +125,7 @@ def split_samples(
     Raises:
         ArgumentError: `batch` is not a multiple of `multiple`, leaves a rank without samples, or exceeds the limits.
     """
-    speeds = _positive("speeds", speeds)
+    speeds = _checked(speeds)
     if multiple < 1 or batch % multiple:
         raise ArgumentError(f"a batch of {batch} cannot be cut into multiples of {multiple}; change one of them")
     shares = batch // multiple
@@ -174,8 +174,8 @@ def weights(samples: Sequence[int]) -> tuple[float, ...]:
     return tuple(n / total for n in samples)
 
 
-def _positive(what: str, numbers: Sequence[float]) -> list[float]:
-    values = [float(number) for number in numbers]
+def _checked(speeds: Sequence[float]) -> list[float]:
+    values = [float(speed) for speed in speeds]
     if not values or any(not 0 < value < math.inf for value in values):
-        raise ArgumentError(f"{what} {tuple(numbers)}: give at least one, all positive and finite")
+        raise ArgumentError(f"speeds {tuple(speeds)}: give at least one, all positive and finite")
     return values

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_LOCK = "lock"
 
 
 class NotPrivate(PermissionError):
@@ -80,8 +81,8 @@ class PrivateFolder:
                 with contextlib.suppress(OSError):
                     os.unlink(scratch, dir_fd=folder)
 
-    def open_lock(self, name: str) -> int:
-        """Open a lock file for `taken`, creating it if it is missing. Closing the descriptor releases the lock.
+    def open_lock(self) -> int:
+        """Open the folder's lock file for `taken`, creating it if it is missing. Closing the descriptor releases the lock.
 
         Raises:
             NotPrivate: another user can write it, or it is not a regular file.
@@ -89,11 +90,11 @@ class PrivateFolder:
         """
         with self._opened() as folder:
             try:
-                lock = os.open(name, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=folder)
+                lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=folder)
             except OSError as error:
-                raise self._told(error, name) from None
+                raise self._told(error, _LOCK) from None
         try:
-            self._check_file(lock, name)
+            self._check_file(lock, _LOCK)
         except BaseException:
             os.close(lock)
             raise

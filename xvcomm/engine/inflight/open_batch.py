@@ -69,10 +69,8 @@ class OpenBatch:
 
     def take(self) -> tuple[Contents, AsyncGroup]:
         """Remove and return its contents."""
-        group, self.group = (
-            self.group,
-            AsyncGroup(),
-        )  # before the log is read: an operation logged meanwhile and its group agree
+        # before the log is read: an operation logged meanwhile and its group agree
+        group, self.group = self.group, AsyncGroup()
         found = self._contents(self.log.take())
         self._begin()
         return found, group

@@ -102,13 +102,9 @@ class Diagnosis:
             return MismatchError(f"{text}; all ranks must make the same calls in order{here}", peer=peer, **known)
         if reason is Reason.DEADLINE:
             reporter = Reason.reporter(word)
-            text, peer = (
-                self._lateness(about, reporter),
-                None if about == reporter else about,
-            )  # no rank waits for itself
-            return DeadlineExceeded(
-                f"{what}: {text}; the communicator is unusable: close it and create a new one", peer=peer, **known
-            )
+            peer = None if about == reporter else about  # no rank waits for itself
+            text = f"{what}: {self._lateness(about, reporter)}; the communicator is unusable: close it and create a new one"
+            return DeadlineExceeded(text, peer=peer, **known)
         if reason is Reason.ABORTED:
             why = self._told(Reason.reporter(word))
             text = f"{what}: {self.name(about)} aborted the communicator" + (f": {why}" if why else "")

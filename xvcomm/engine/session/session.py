@@ -179,7 +179,7 @@ class Session:
                     self._cleanup.callback(watchdog.close)
                     if self.device.capabilities().asynchronous:
                         look = partial(self.supervision.watch_over, lambda context: context.tracker.look())
-                        self._cleanup.callback(Rounds("xvcomm-device", look).close)
+                        self._cleanup.callback(Rounds(look).close)
                     failing.pop_all()
         except BaseException as error:
             self.give_up(error)

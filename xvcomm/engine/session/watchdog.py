@@ -120,11 +120,11 @@ class Watchdog:
 
 
 class Rounds:
-    """A daemon thread that calls a function ten times per second, or less often if the call takes longer."""
+    """A daemon thread that looks at the device by a function, ten times per second, or less often if that takes longer."""
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[[], None]) -> None:
         self._call, self._over = call, threading.Event()
-        self._thread = Daemon(name, self._run)
+        self._thread = Daemon("xvcomm-device", self._run)
         try:
             self._thread.start()
         except BaseException:
