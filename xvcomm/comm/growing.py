@@ -96,9 +96,10 @@ class Attempt:
         """Raise if the grown job cannot be made any more."""
         if self._over:
             return
-        outcome = self._outcome(Deadline.after(0))
-        if outcome is not None:
-            raise outcome.error()
+        with contextlib.suppress(NotSet):
+            outcome = decode_outcome(self._place.get("outcome", Deadline.after(0))).failure
+            if outcome is not None:
+                raise outcome.error()
         for rank, words in self._lost().items():
             raise PeerLost(words, rank=self._rank, peer=rank)
 
@@ -146,12 +147,6 @@ class Attempt:
             text = f"rank {number} of the job did not join the newcomers in time; go on by shrink()"
         return DeadlineExceeded(f"grow: {text}", peer=rank)
 
-    def _outcome(self, deadline: Deadline) -> Failure | None:
-        try:
-            return decode_outcome(self._place.get("outcome", deadline)).failure
-        except NotSet:
-            return None
-
     def _settle(self, error: XvcommError) -> Failure | None:
         """The outcome, which is this error if there was none; None if all have made it.
 
@@ -161,17 +156,14 @@ class Attempt:
         found = cause(error, self._rank, socket.gethostname())
         if isinstance(found, DeadlineExceeded) and found.peer is not None:
             found = self._late(found.peer)
-        mine = Failure.of(found)
         try:
-            return self._decide(Outcome(mine))
+            return self._decide(Outcome(Failure.of(found)))
         except XvcommError:
             raise error from None
 
     def _decide(self, outcome: Outcome) -> Failure | None:
-        return decode_outcome(self._place.decide("outcome", msgspec.msgpack.encode(outcome), self._settling())).failure
-
-    def _settling(self) -> Deadline:
-        return Deadline.after(max(self._deadline.left(), _SETTLE_SECONDS))
+        settling = Deadline.after(max(self._deadline.left(), _SETTLE_SECONDS))
+        return decode_outcome(self._place.decide("outcome", msgspec.msgpack.encode(outcome), settling)).failure
 
 
 def _part(token: str) -> str:

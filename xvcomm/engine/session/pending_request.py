@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 
 import msgspec
 
@@ -25,6 +23,7 @@ from xvcomm.engine.session.presence import Presence
 from xvcomm.engine.session.remaining import Remaining
 from xvcomm.engine.session.succession import spare_ports
 from xvcomm.errors import Aborted, DeadlineExceeded, XvcommError
+from xvcomm.rendezvous.store.join import who
 from xvcomm.types.deadline import Deadline
 
 _LEAVE_SECONDS, _LOOK_SECONDS = 1.0, 0.2
@@ -46,8 +45,8 @@ class PendingRequest:
             presence = Presence.take(config.shm_dir)
             number = str(place.add(COUNT, 1, deadline))
             mine = JoinRequest(
-                rank, f"process {os.getpid()} on {socket.gethostname()}", host_identity(config.shm_dir, config.host),
-                presence.byte, self._standby.address if self._standby is not None else "", number,
+                rank, who(), host_identity(config.shm_dir, config.host), presence.byte,
+                self._standby.address if self._standby is not None else "", number,
             )  # fmt: skip
             self._name, self._entry = number, f"request/{number}"
             self._remaining = Remaining(store, f"{REQUESTS}/{RANKS}", config, self._left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -149,7 +148,7 @@ class _Round:
             hear()
             left = self._left()
             leads = left[0] == session.rank
-            decision = self._lead(left) if leads else self._follow()
+            decision = self._lead(left) if leads else self._decision(self._soon())
             if decision is not None:
                 return decision
             if self._deadline.expired():
@@ -180,10 +179,10 @@ class _Round:
         self._gone.update(rank for rank in self._ranks if rank != own and self._session.liveness.gone(rank))
         return self._gone
 
-    def _follow(self) -> Decision | None:
-        """The decision, if another rank decides it soon."""
+    def _decision(self, deadline: Deadline) -> Decision | None:
+        """The decision, if another rank decides it in time."""
         try:
-            return _decode_decision(self._place.get("decision", self._soon()))
+            return _decode_decision(self._place.get("decision", deadline))
         except NotSet:
             return None
 
@@ -192,14 +191,11 @@ class _Round:
         try:
             self._place.wait([f"here/{rank}" for rank in left], self._soon())
         except NotSet:
-            try:
-                return _decode_decision(self._place.get("decision", Deadline.after(0)))
-            except NotSet:
-                return None
+            return self._decision(Deadline.after(0))
         infos = self._session.infos
         came = {rank: self._arrival(rank, self._soon()) for rank in left}
         if self._unwanted(came) is not None:
-            return self._follow()
+            return self._decision(self._soon())
         told = {rank: arrival.lost for rank, arrival in came.items()}
         for rank, others in told.items():  # a rank of the same host knows it
             self._gone.update(other for other in others if infos[other].host == infos[rank].host)
@@ -246,10 +242,8 @@ class _Round:
             raise DeadlineExceeded(
                 f"the ranks of the job exclude different ranks: {each}; all that go on must name the same", rank=own
             )
-        if self._place.add("given up", 1, settling) > 1:
-            with contextlib.suppress(NotSet):
-                return _decode_decision(self._place.get("decision", settling))
-        return self._decide((), missing or left[:1])
+        other = self._decision(settling) if self._place.add("given up", 1, settling) > 1 else None
+        return other or self._decide((), missing or left[:1])
 
     def _decide(
         self, members: Sequence[int], late: Sequence[int], newcomers: Sequence[JoinRequest] = (),

@@ -85,11 +85,11 @@ def join_barrier(
     """
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of size {size}: ranks go from 0 to size - 1")
-    entry = msgspec.msgpack.encode(_Entry(_who(), info, size, processes.identity()))
+    entry = msgspec.msgpack.encode(_Entry(who(), info, size, processes.identity()))
     came, noticed, _, _, sums, *told = store.exchange(
         [
             Add(f"rank/{rank}", 1),
-            DecideAtEnd(_VERDICT, msgspec.msgpack.encode(_ended(rank, _who(), noun))),
+            DecideAtEnd(_VERDICT, msgspec.msgpack.encode(_ended(rank, who(), noun))),
             Decide(f"info/{rank}", entry),  # which another process of this number may have set
             DecideAtEnd(_ENDED, b"%d" % rank),
             Add("joined", (size << _SIZE_SHIFT) + 1),
@@ -124,7 +124,7 @@ def join_barrier(
 
 def refuse(store: Store, rank: int, error: BaseException, *, noun: Noun = _RANK) -> None:
     """Make the ranks that wait in `join_barrier` fail: this rank cannot take part, because of `error`."""
-    text = f"{noun.noun} {rank} ({_who()}) cannot join: {type(error).__name__}: {error}"
+    text = f"{noun.noun} {rank} ({who()}) cannot join: {type(error).__name__}: {error}"
     with contextlib.suppress(XvcommError):
         _decide(store, _failed(Aborted(text, peer=rank)))
 
@@ -138,13 +138,11 @@ def ended(store: Store) -> list[int]:
 
 def awaits(store: Store, rank: int, deadline: Deadline) -> bool:
     """Whether others may wait in `join_barrier` for this rank: the outcome is open, and the rank has not come."""
-    with contextlib.suppress(NotSet):
-        store.get(_VERDICT, Deadline.after(0))
-        return False
-    return store.add(f"rank/{rank}", 0, deadline) == 0
+    return not store.has(_VERDICT) and store.add(f"rank/{rank}", 0, deadline) == 0
 
 
-def _who() -> str:
+def who() -> str:
+    """This process, in words."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -159,7 +157,7 @@ def _sizes(store: Store, rank: int, size: int, noun: Noun) -> str:
     else:
         there = f"another {noun.noun} was given another number"
     return (
-        f"{noun.noun} {rank} ({_who()}) was given {size} as the number of {noun.noun}s, {there}; give all of them the same "
+        f"{noun.noun} {rank} ({who()}) was given {size} as the number of {noun.noun}s, {there}; give all of them the same "
         f"{noun.count}"
     )
 
@@ -170,7 +168,7 @@ def _twice(store: Store, rank: int, deadline: Deadline, noun: Noun) -> ConfigErr
     except DeadlineExceeded:
         first = "another process"
     text = (
-        f"two processes are {noun.noun} {rank}: {first}, and {_who()}; give each process its own {noun.number}, and each job "
+        f"two processes are {noun.noun} {rank}: {first}, and {who()}; give each process its own {noun.number}, and each job "
         "a store that no other job has used"
     )
     error = ConfigError(text, rank=rank)
