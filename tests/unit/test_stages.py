@@ -46,8 +46,13 @@ def test_streams_are_shared_by_communicators() -> None:
     """The event of one was recorded behind an operation of the other: it does not tell which of both runs."""
     one, other = Progress([Stretch(STREAM, [3], [], 5)]), Progress([Stretch(STREAM, [4, 5], [], None)])
     assert stages([one, other]) == {3: Stage.TOGETHER, 4: Stage.TOGETHER, 5: Stage.ENQUEUED}
-    later = Progress(reached={STREAM: 4})
-    assert stages([one, later]) == {3: Stage.OVER}
+    later = Progress([Stretch(STREAM, [6], [], None)], {STREAM: 5})
+    assert stages([one, later]) == {3: Stage.OVER, 6: Stage.RUNNING}, "5 was enqueued behind the event of 3"
+
+
+def test_an_operation_that_is_enqueued_later_than_it_begins_is_not_over() -> None:
+    """Another thread's, which began after it and ended, was enqueued before it."""
+    assert of_device(Stretch(STREAM, [3], [], 5), reached={STREAM: 4}) == {3: Stage.RUNNING}
 
 
 def test_what_the_host_has_is_told_as_it_knows_it() -> None:

@@ -245,6 +245,19 @@ def test_what_is_known_of_operations_under_way(job: Job, monkeypatch: pytest.Mon
     assert job.tracker.progress().others == {1: Stage.UNANSWERED, 2: Stage.UNANSWERED}
 
 
+def test_of_thousands_of_operations_the_oldest_are_known(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "held_up", False)
+    monkeypatch.setattr(Stream, "reached", lambda self, event: False)
+    stream = cast(Any, Stream())
+    for number in range(1000):
+        operation = Operation(OpCode.SEND, number, Message(+OpCode.SEND, 0, 0, 0, 0), 1, number)
+        event = cast(Any, SimpleNamespace(captured=0))
+        job.tracker.add(Batch([operation], job.deadline(IN_TIME), [], stream=stream, event=event)).added += A_WHILE_AGO
+    job.tracker._looked = time.monotonic()
+    told = [number for stretch in job.tracker.progress().stretches for number in stretch.records]
+    assert told == list(range(len(told))) and 0 < len(told) < 100
+
+
 def test_the_newest_operation_before_a_reached_event(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "held_up", False)
     stream = cast(Any, Stream())

@@ -71,7 +71,7 @@ class Context:
         self.enqueueing = threading.Lock()
         self.sequence = 0
         self.stages: list[Callable[[], dict[int, Stage]]] = []
-        self._seen: set[Operation] = set()
+        self._seen, self._enqueued = set[Operation](), set[Operation]()  # as far as `_called` knows
         self.launches = LaunchCache(enabled=bool(session.config.compiled_launch))
         self._made_by = made_by
         self.store = session.guarded(f"comm/{path}", self.check)
@@ -322,8 +322,11 @@ class Context:
         if not self.asynchronous:
             return {}
         seen, self._seen = self._seen, set(self.under_way())
-        enqueued = self.tracker.operations() if seen & self._seen else ()
-        return {operation.record: Stage.CALLED for operation in (seen & self._seen).difference(enqueued)}
+        self._enqueued &= self._seen
+        called = (seen & self._seen) - self._enqueued
+        if called:
+            self._enqueued |= called & self.tracker.operations()
+        return {operation.record: Stage.CALLED for operation in called - self._enqueued}
 
     def after_fork(self) -> None:
         """End in a forked child."""

@@ -32,7 +32,7 @@ class Progress(NamedTuple):
 
     Attributes:
         stretches: of those that the device has.
-        reached: of queues the newest operation that lies before an event which the device has reached.
+        reached: of queues an operation that lies before an event which the device has reached, the newest one known.
         others: the stages of those that the device does not have.
     """
 
@@ -45,7 +45,8 @@ def stages(found: Iterable[Progress]) -> dict[int, Stage]:
     """The stages of operations of all communicators, by their numbers in the flight recorder.
 
     An operation runs if no event lies before it and none that may run was enqueued with it: as far as events tell, which does
-    not cover what the program itself has enqueued.
+    not cover what the program itself has enqueued. A number alone does not tell the place on a stream: threads may enqueue
+    operations in another order than they begin them.
     """
     known: dict[int, Stage] = {}
     reached: dict[Hashable, int] = {}
@@ -57,15 +58,21 @@ def stages(found: Iterable[Progress]) -> dict[int, Stage]:
         for stretch in progress.stretches:
             of_queue[stretch.queue].append(stretch)
     for queue, stretches in of_queue.items():
-        fence = min((s.following for s in stretches if s.following is not None), default=math.inf)
         begin = reached.get(queue, -1)
         over = [number for s in stretches for number in s.passed]
+        pending: list[Stretch] = []
+        for stretch in stretches:
+            if stretch.following is not None and stretch.following <= begin:
+                over += stretch.records
+            else:
+                pending.append(stretch)
+        fence = min((s.following for s in pending if s.following is not None), default=math.inf)
         begun: list[int] = []
-        for number in (number for s in stretches for number in s.records):
+        for number in (number for s in pending for number in s.records):
             if number >= fence:
                 known[number] = Stage.ENQUEUED
             else:
-                (over if number < begin else begun).append(number)
+                begun.append(number)
         known.update(dict.fromkeys(over, Stage.OVER))
         known.update(dict.fromkeys(begun, Stage.RUNNING if len(begun) == 1 else Stage.TOGETHER))
     return known

@@ -61,7 +61,8 @@ class Contents:
         numbers = [o.record for o in self.operations] + (self.logged.records if self.logged is not None else [])
         ends = [(end, following, o) for end, following, o in self.all_ends() if o.peer >= 0 and not end.replayed]
         passed = [o.record for end, following, o in ends if end.finished()[0] >= following]
-        return [number for number in numbers if number >= 0 and number not in passed], passed
+        over = set(passed)
+        return [number for number in numbers if number >= 0 and number not in over], passed
 
     def all(self) -> list[Operation]:
         """All operations, begun by Python or by compiled code."""

@@ -151,6 +151,8 @@ class LoggedOperations:
 
     def ends(self) -> Ends:
         """The ring ends that they use; see `Ends`."""
+        if not any(self._counters):
+            return []
         uses = zip(self._counters, self._entries["following"].tolist(), self.operations(), strict=True)
         return [(self._rings[counter], following, operation) for counter, following, operation in uses if counter]
 

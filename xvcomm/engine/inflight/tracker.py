@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any, Protocol, cast
 from weakref import ref
@@ -39,6 +39,9 @@ _HELD_UP_SECONDS = 0.25
 
 _A_WHILE_SECONDS, _UNANSWERED_SECONDS = 0.5, 3.0
 """Seconds under way after which it is told how far operations are; seconds without a query after which that is not known."""
+
+_TOLD = 64
+"""Number of a stream's operations from which on it is told of no further batch: those are enqueued behind them."""
 
 _TURN_SECONDS = 0.05
 """Seconds to wait for a lock: bounded, because a signal handler may close the communicator while its thread holds the lock."""
@@ -248,12 +251,12 @@ class Tracker:
         return {operation for operations in found for operation in list(operations)}
 
     def progress(self) -> Progress:
-        """What is known of the operations, if any is under way for a while; calls no function of the vendor."""
+        """What is known of the oldest operations of each stream, if any is under way for a while; calls no function of the vendor."""
         now = monotonic()
-        batches = [batch for of_stream in list(self._streams.values()) for batch in list(of_stream) if not batch.over]
-        if not any(batch.added < now - _A_WHILE_SECONDS for batch in batches):
+        of_streams = [[b for b in list(batches)[:_TOLD] if not b.over] for batches in list(self._streams.values())]
+        if not any(batches and batches[0].added < now - _A_WHILE_SECONDS for batches in of_streams):
             return Progress()
-        found = [Stretch(batch.stream.queue, *batch.records(), batch.following) for batch in batches]
+        found = [stretch for batches in of_streams for stretch in _oldest(batches)]
         for open_batch in list(self._open_batches.values()):
             if open_batch:
                 found.append(Stretch(open_batch.stream.queue, *open_batch.look().records(), None))
@@ -369,6 +372,16 @@ class Tracker:
         """Let later work of a stream wait for a batch."""
         if not batch.over:
             self._owner.device.adopt(handle).wait(batch.event)
+
+
+def _oldest(batches: Sequence[Batch]) -> Iterator[Stretch]:
+    """What is known of the first batches of a stream, until there are `_TOLD` operations."""
+    told = 0
+    for batch in batches:
+        if told < _TOLD:
+            found = Stretch(batch.stream.queue, *batch.records(), batch.following)
+            told += len(found.records)
+            yield found
 
 
 class Tracked(Completion):
