@@ -24,11 +24,12 @@ import importlib.util
 import multiprocessing
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -118,6 +119,16 @@ def _portion(nodeid: str) -> str:
     return folder if folder in TOGETHER else file
 
 
+_IMPORTED = (
+    "xvcomm.comm.communicator", "xvcomm.comm.init", "xvcomm.backends.host.collective", "xvcomm.backends.host.device",
+    "xvcomm.backends.shm", "xvcomm.backends.tcp", "xvcomm.wire.network", "xvcomm.cli.run", "xvcomm.cli.bench.command",
+    "xvcomm.cli.certify.command", "xvcomm.testing.world", "typer.rich_utils", "matplotlib.backends.backend_agg", "pytest",
+    "torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.nn.parallel",
+    "torch.optim", "torch.utils.data",
+)  # fmt: skip
+"""What programs of the fixture `python` have imported, as far as it is installed."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Replace xdist's choice by files with one by portions."""
@@ -174,6 +185,37 @@ def rocm_path(root: Path) -> Path:
         variables = os.environ | {"ROCM_PATH": str(found), "XVCOMM_DEVICE": "rocm", "XVCOMM_TIMEOUT": "250"}
         subprocess.run([sys.executable, "-c", "import xvcomm; xvcomm.init().close()"], env=variables, check=True)
     return found
+
+
+@contextlib.contextmanager
+def _forks(folder: Path, modules: Iterable[str]) -> Iterator[str]:
+    """The path of an interpreter whose programs are forks of a process that has imported these modules."""
+    here, client, address = Path(__file__).parent / "forks", folder / "python", folder / "socket"
+    command = shlex.join([sys.executable, "-IS", f"{here}/client.py", f"{address}", f"{client}", sys.executable])
+    client.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    client.chmod(0o755)
+    installed = [module for module in modules if importlib.util.find_spec(module.partition(".")[0])]
+    start = [sys.executable, f"{here}/server.py", f"{address}", *installed]
+    with subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdin is not None and server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        try:
+            yield str(client)
+        finally:
+            server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An interpreter, also as $TEST_PYTHON, whose programs find xvcomm and torch imported, so that a start costs little.
+
+    Programs are to see no variables in what is imported, such as XVCOMM_REPLACE in torch, and to need no process group with what
+    starts them.
+    """
+    with _forks(tmp_path_factory.mktemp("python"), _IMPORTED) as path:
+        os.environ["TEST_PYTHON"] = path
+        yield path
+        del os.environ["TEST_PYTHON"]
 
 
 @pytest.fixture(scope="session", autouse=True)

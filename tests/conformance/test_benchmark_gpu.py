@@ -94,10 +94,10 @@ def test_other_mixed_collectives_are_judged_beside_nccl_and_raw_copies(gpu):
     ],
     ids=["2 ranks", "4 ranks"],
 )
-def test_run_on_host_memory(root, tmp_path, ranks, names):
+def test_run_on_host_memory(root, python, tmp_path, ranks, names):
     """All measurements for which peers are installed appear in all files."""
     pytest.importorskip("torch")
-    command = [sys.executable, str(root / "benchmarks" / "gpu.py"), "--device", "host", "--ranks", str(ranks)]
+    command = [python, str(root / "benchmarks" / "gpu.py"), "--device", "host", "--ranks", str(ranks)]
     limits = ["--sizes", "8,4K", "--budget", "2", "--only", ",".join(names), "--out", str(tmp_path)]
     done = subprocess.run([*command, *limits], capture_output=True, text=True, env=ENV, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

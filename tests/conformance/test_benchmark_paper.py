@@ -212,9 +212,9 @@ def test_what_was_measured_survives_the_end_by_a_signal(root: Path, tmp_path: Pa
     assert json.loads((tmp_path / "paper.json").read_text())["entries"][0]["iterations"] > 0
 
 
-def test_run_on_host_memory(root: Path, tmp_path: Path) -> None:
+def test_run_on_host_memory(root: Path, python: str, tmp_path: Path) -> None:
     """Real ranks, and all files."""
-    command = [sys.executable, str(root / "benchmarks" / "paper.py"), "--device", "host", "--ranks", "2"]
+    command = [python, str(root / "benchmarks" / "paper.py"), "--device", "host", "--ranks", "2"]
     sizes = ["--models", "tiny-llama", "--context", "16", "--micro-batches", "2", "--loss-iterations", "8"]
     more = ["--loss-context", "16", "--phases", "balance,loss", "--slow", "amd:300", "--out", str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("XVCOMM_")}

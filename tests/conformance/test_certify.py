@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +15,7 @@ from xvcomm.cli.certify.runner import SECTIONS, certify_job
 from xvcomm.testing import World
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
+pytestmark = pytest.mark.usefixtures("python")
 needs_rocm = pytest.mark.skipif(
     importlib.util.find_spec("rocm") is None, reason="hip-python is not installed: pip install hip-python"
 )
@@ -23,7 +23,7 @@ needs_rocm = pytest.mark.skipif(
 
 def certify(*args, launcher=()):
     """Exit code, standard output, and standard error of the command."""
-    command = [sys.executable, "-m", "xvcomm", *launcher, "certify", *map(str, args)]
+    command = [os.environ["TEST_PYTHON"], "-m", "xvcomm", *launcher, "certify", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=200)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
@@ -79,8 +79,9 @@ def test_rdma_alone_on_one_host():
 
 def test_rdma_alone_without_devices(tmp_path):
     """The report names the hosts by their labels, and tells what failed and what to do; the code is that of all ranks."""
-    label = f"XVCOMM_HOST=h$XVCOMM_RANK {sys.executable} -m xvcomm certify --rdma --seconds 0.1 --out {tmp_path}; echo code $?"
-    command = [sys.executable, "-m", "xvcomm", "run", "-n", "2", "--no-prefix", "--", "sh", "-c", label]
+    python = os.environ["TEST_PYTHON"]
+    label = f"XVCOMM_HOST=h$XVCOMM_RANK {python} -m xvcomm certify --rdma --seconds 0.1 --out {tmp_path}; echo code $?"
+    command = [python, "-m", "xvcomm", "run", "-n", "2", "--no-prefix", "--", "sh", "-c", label]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV | {"XVCOMM_RDMA": "0"}, timeout=300)
     assert done.stdout.count("code 1\n") == 2, done
     for text in (done.stdout, (tmp_path / "certify-rdma.txt").read_text()):

@@ -13,11 +13,13 @@ from xvcomm.cli.bench.command import start
 from xvcomm.cli.bench.options import Options
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
+pytestmark = pytest.mark.usefixtures("python")
 FIELDS = {"machine", "cores", "date", "versions", "islands", "rehearsal", "time", "algbw", "busbw", "wrong", "noisy"}
 
 
-def bench(*args):
-    command = [sys.executable, "-m", "xvcomm", "bench", "--iters", "2", "--warmup", "1", "--patience", "0", *args]
+def bench(*args, python=None):
+    few = "--iters", "2", "--warmup", "1", "--patience", "0"
+    command = [python or os.environ["TEST_PYTHON"], "-m", "xvcomm", "bench", *few, *args]
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=250)
 
 
@@ -66,18 +68,30 @@ def test_a_peer_for_other_memory():
 def test_mpi_as_peer(tmp_path):
     pytest.importorskip("mpi4py")
     file = tmp_path / "out.json"
-    done = bench(
-        "--islands", "a:1,b:1", "--op", "all", "--sizes", "4K", "--peer", "mpi", "--out-of-place", "--json", str(file)
+    what = (
+        "--islands",
+        "a:1,b:1",
+        "--op",
+        "all",
+        "--sizes",
+        "4K",
+        "--peer",
+        "mpi",
+        "--out-of-place",
+        "--json",
+        str(file),
     )
+    done = bench(*what, python=sys.executable)  # mpirun looks after the processes that it has started
     assert done.returncode == 0, done.stderr + done.stdout
     records = json.loads(file.read_text())
     assert {r["op"] for r in records if r["library"] == "mpi" and r["wrong"] == 0} == set(OPS)
     assert records[0]["islands"] == ["a", "b"]
 
 
-def test_a_peer_with_an_environment_gets_processes_of_its_own(tmp_path, monkeypatch, capfd):
+def test_a_peer_with_an_environment_gets_processes_of_its_own(python, tmp_path, monkeypatch, capfd):
     """Results of the peer's own processes appear in the same table and file; their time is limited too."""
     pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "executable", python)
     monkeypatch.setitem(measure.PEERS, "gloo", measure.Peer("any", {"GLOO_SOCKET_IFNAME": "lo"}))
     options = Options(
         ops=("all_reduce",), sizes=(8, 4096), dtypes=("float32",), peers=("gloo", "memcpy"), in_place=True, seconds=0.1,

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("python")
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("XVCOMM_")}
 
 
@@ -19,8 +20,9 @@ def cluster(
     ranks: int, shell: str = "", *options: str, env: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.CompletedProcess[str]:
     """Call it on ranks, each after some words of shell."""
-    doctor = f"{shell} exec {sys.executable} -m xvcomm doctor --cluster {' '.join(options)}"
-    command = [sys.executable, "-m", "xvcomm", "run", "-n", str(ranks), "--no-prefix", "--", "sh", "-c", doctor]
+    python = os.environ["TEST_PYTHON"]
+    doctor = f"{shell} exec {python} -m xvcomm doctor --cluster {' '.join(options)}"
+    command = [python, "-m", "xvcomm", "run", "-n", str(ranks), "--no-prefix", "--", "sh", "-c", doctor]
     variables = {**ENV, "XVCOMM_DEVICE": "host", "COLUMNS": "120", **env}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
@@ -48,9 +50,9 @@ def test_differences_of_settings_and_limits() -> None:
     assert all(one["remedy"] for one in found["differences"])
 
 
-def test_topology_of_ranks_with_gpus(rocm_path: Path) -> None:
+def test_topology_of_ranks_with_gpus(rocm_path: Path, python: str) -> None:
     pytest.importorskip("rocm.bindings", reason="hip-python is not installed")
-    command = [sys.executable, "-m", "xvcomm", "run", "-n", "2", "--no-prefix", "--", "xvcomm", "topo"]
+    command = [python, "-m", "xvcomm", "run", "-n", "2", "--no-prefix", "--", "xvcomm", "topo"]
     env = {**ENV, "ROCM_PATH": str(rocm_path), "XVCOMM_DEVICE": "rocm"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typer.testing import CliRunner
 
 from xvcomm.testing import World
 
+pytestmark = pytest.mark.usefixtures("python")
 STENCIL = Path(__file__).parents[2] / "examples" / "cupy_stencil.py"
 
 
@@ -28,7 +28,7 @@ Begin = Callable[..., tuple[int, str]]
 
 def run(islands: str, *arguments: str) -> tuple[int, str]:
     """Exit code and output of the example on ranks with these island labels, started by the launcher."""
-    command = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--", str(STENCIL), *arguments]
+    command = [os.environ["TEST_PYTHON"], "-m", "xvcomm", "run", "--islands", islands, "--", str(STENCIL), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     return done.returncode, done.stdout + done.stderr

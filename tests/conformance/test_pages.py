@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("XVCOMM_")}
 SIZES = {"numpy": 4, "torch": 2, "jax": 2}
-XVCOMM = f"{shlex.quote(sys.executable)} -m xvcomm"
+pytestmark = pytest.mark.usefixtures("python")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ def comparable(lines: list[str]) -> list[str]:
 
 def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of a page."""
-    line = re.sub(r"\bxvcomm (?=\w)", lambda _: f"{XVCOMM} ", command, count=1)
+    python = shlex.quote(os.environ["TEST_PYTHON"])
+    line = re.sub(r"\bxvcomm (?=\w)", lambda _: f"{python} -m xvcomm ", command, count=1)
     return subprocess.run(line, shell=True, cwd=folder, env=ENV, capture_output=True, text=True, timeout=250)
 
 

@@ -27,6 +27,7 @@ SMALL = (
 )
 BIN = Path(sys.executable).parent
 BORDER = "cuda:2,rocm:2"
+pytestmark = pytest.mark.usefixtures("python")
 PAIR = ("--islands", "cuda:1,rocm:1", "--micro-batches", "8")
 
 
@@ -65,7 +66,7 @@ def command_on_rank(comm: object, *arguments: str) -> tuple[int, str]:
 
 
 def launched(labels: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "xvcomm", "run", "--islands", labels, "--", TRAIN, *SMALL, *arguments)
+    return (os.environ["TEST_PYTHON"], "-m", "xvcomm", "run", "--islands", labels, "--", TRAIN, *SMALL, *arguments)
 
 
 def read(folder: Path) -> tuple[dict, list[dict], dict]:
@@ -137,7 +138,7 @@ def test_xvcomm_run(tmp_path: Path, alone: list[float]) -> None:
 
 def test_torchrun(tmp_path: Path, alone: list[float]) -> None:
     pytest.importorskip("torch")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    torchrun = (os.environ["TEST_PYTHON"], "-m", "torch.distributed.run", "--nproc-per-node", "2")
     header, losses = train(tmp_path, *torchrun, TRAIN, *SMALL, *PAIR)
     assert_like(losses, alone)
     assert header["rehearsal"] is True
@@ -225,7 +226,7 @@ def test_a_failed_check_fails_the_run(tmp_path: Path) -> None:
         "train.TOLERANCE = -1.0\n"
         "typer.run(train.main)\n"
     )
-    code, out = run(sys.executable, str(script), *SMALL, "--check", "--out", str(tmp_path))
+    code, out = run(os.environ["TEST_PYTHON"], str(script), *SMALL, "--check", "--out", str(tmp_path))
     assert code == 1
     assert "NOT the loss of one process" in out
     assert read(tmp_path)[2]["passed"] is False

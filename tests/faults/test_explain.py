@@ -19,6 +19,8 @@ from xvcomm.system.processes import halted
 from xvcomm.trace.snapshot import Snapshot, load_folder
 from xvcomm.types.opcode import OpCode
 
+pytestmark = pytest.mark.usefixtures("python")
+
 HANG = """
 import ctypes, os, signal, sys, time
 import numpy as np, xvcomm
@@ -141,7 +143,9 @@ class Hang:
         self.host = tag + hosts[-1] if hosts else ""
         labels = "import os; os.environ['XVCOMM_HOST'] = os.environ['HOSTS'].split()[int(os.environ['RANK'])]\n"
         script.write_text((labels if hosts else "") + program)
-        command = [sys.executable, "-m", "xvcomm", "run", "-n", str(len(hosts) or 4), sys.executable, str(script)]
+        run = os.environ["TEST_PYTHON"], "-m", "xvcomm", "run", "-n", str(len(hosts) or 4)
+        # Real processes: the launcher knows its ranks by the process groups that it has made.
+        command = [*run, sys.executable, str(script)]
         self._process = subprocess.Popen(
             command,
             stdout=self._out.open("w"),
@@ -195,9 +199,8 @@ def hang(request, tmp_path_factory) -> Iterator[Hang]:
 
 
 def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "xvcomm", "explain", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [os.environ["TEST_PYTHON"], "-m", "xvcomm", "explain", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def verdict_is_right(text: str) -> None:
@@ -222,7 +225,7 @@ def test_from_another_shell(hang: Hang) -> None:
 
 def test_a_trace_tells_what_carries_operations(hang: Hang, tmp_path: Path) -> None:
     """Those of the host's ranks that answer, one of them or two, and which connections to other hosts do."""
-    command = [sys.executable, "-m", "xvcomm", "trace", str(hang.pids[0]), "--format", "json", "--json"]
+    command = [os.environ["TEST_PYTHON"], "-m", "xvcomm", "trace", str(hang.pids[0]), "--format", "json", "--json"]
     found = subprocess.run([*command, tmp_path / "line.json"], capture_output=True, text=True, timeout=60, check=True)
     told = json.loads(found.stdout)
     rails = [(row["sent"] > 1 << 20, row["received"] > 1 << 20) for row in told["rails"]]
@@ -267,7 +270,7 @@ def test_dumps_of_a_job_that_has_ended(tmp_path: Path, end: str, told: str) -> N
     script, dumps = tmp_path / "end.py", tmp_path / "dumps"
     script.write_text(END.replace("END", end))
     subprocess.run(
-        [sys.executable, "-m", "xvcomm", "run", "-n", "3", sys.executable, str(script)],
+        [os.environ["TEST_PYTHON"], "-m", "xvcomm", "run", "-n", "3", str(script)],
         env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     assert len(list(dumps.glob("*.xvdump"))) == 3
@@ -279,12 +282,13 @@ def test_dumps_of_a_job_that_has_ended(tmp_path: Path, end: str, told: str) -> N
     ), found.stdout  # fmt: skip
 
 
-def dumped(folder: Path, script: str, ranks: int = 3) -> Snapshot | None:
+def dumped(folder: Path, script: str, ranks: int = 3, python: str = "") -> Snapshot | None:
     """The dumps that a job with this program leaves, if there are any."""
     program, dumps = folder / "program.py", folder / "dumps"
     program.write_text(script)
+    command = [os.environ["TEST_PYTHON"], "-m", "xvcomm", "run", "-n", str(ranks)]
     done = subprocess.run(
-        [sys.executable, "-m", "xvcomm", "run", "-n", str(ranks), sys.executable, str(program)],
+        [*command, python or command[0], str(program)],
         env=os.environ | {"XVCOMM_TRACE_DIR": str(dumps)}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     return load_folder(dumps) if dumps.exists() else pytest.fail(done.stderr) if "Traceback" in done.stderr else None
@@ -338,7 +342,7 @@ def test_dumps_of_hosts_with_different_clocks(tmp_path: Path, die: str) -> None:
         f"if here == 'b' and 'LD_PRELOAD' not in os.environ:\n    os.environ['LD_PRELOAD'] = {str(shift)!r}\n"
         "    os.execv(sys.executable, [sys.executable, *sys.argv])\nos.environ['XVCOMM_HOST'] = here\n"
     )
-    found = dumped(tmp_path, label + SOME_DIE.replace("DIE", die), 4)
+    found = dumped(tmp_path, label + SOME_DIE.replace("DIE", die), 4, sys.executable)  # which loads the library
     assert found is not None
     known = {rank: state for rank, state in found.ranks.items() if state.records}
     ahead = {rank: state.ahead / 1e9 for rank, state in known.items()}

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -129,11 +128,11 @@ with xvcomm.init() as comm:
 
 
 @contextlib.contextmanager
-def running(tmp_path, how):
+def running(python, tmp_path, how):
     """A job under the launcher, in its own process group, and the pids of its ranks once they run."""
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "xvcomm", "run", "--islands", "a:2,b:1", "--", str(script), str(tmp_path), how]
+    command = [python, "-m", "xvcomm", "run", "--islands", "a:2,b:1", "--", str(script), str(tmp_path), how]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
     job = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -154,9 +153,9 @@ def running(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["busy", "waiting", "asynchronous"])
-def test_ctrl_c_ends_the_job(tmp_path, how):
+def test_ctrl_c_ends_the_job(python, tmp_path, how):
     """A terminal signals the launcher's process group; the ranks have their own, so the launcher forwards the signal."""
-    with running(tmp_path, how) as (job, pids):
+    with running(python, tmp_path, how) as (job, pids):
         sent = time.monotonic()
         os.killpg(job.pid, signal.SIGINT)
         code = job.wait(timeout=100)
@@ -165,8 +164,8 @@ def test_ctrl_c_ends_the_job(tmp_path, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_ctrl_c_for_one_rank_ends_the_job(tmp_path):
-    with running(tmp_path, "busy") as (job, pids):
+def test_ctrl_c_for_one_rank_ends_the_job(python, tmp_path):
+    with running(python, tmp_path, "busy") as (job, pids):
         sent = time.monotonic()
         os.kill(pids[0], signal.SIGINT)
         assert job.wait(timeout=100) != 0
@@ -174,8 +173,8 @@ def test_ctrl_c_for_one_rank_ends_the_job(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_killed_rank_ends_the_job(tmp_path):
-    with running(tmp_path, "busy") as (job, pids):
+def test_a_killed_rank_ends_the_job(python, tmp_path):
+    with running(python, tmp_path, "busy") as (job, pids):
         sent = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         assert job.wait(timeout=100) == 128 + signal.SIGKILL

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,38 +41,40 @@ typer.run(torch_elastic.main)
 """
 
 
-def run(folder: Path, script: Path, restarts: int, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def run(
+    python: str, folder: Path, script: Path, restarts: int, *options: str, ranks: int = 2
+) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command = [*launcher, "--max-restarts", str(restarts), *options, "--monitor-interval", "0.05", str(script)]
     arguments = ["--steps", str(STEPS), "--snapshots", str(folder)]
     return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=200)
 
 
-def train(folder: Path, script: Path, restarts: int, *options: str) -> list[str]:
+def train(python: str, folder: Path, script: Path, restarts: int, *options: str) -> list[str]:
     """What rank 0 prints; the snapshots must be gone."""
-    done = run(folder, script, restarts, *(options or ("--standalone",)))
+    done = run(python, folder, script, restarts, *(options or ("--standalone",)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(folder.iterdir()) == []
     return done.stdout.splitlines()
 
 
-def test_killed_ranks_lose_no_step(tmp_path: Path) -> None:
+def test_killed_ranks_lose_no_step(tmp_path: Path, python: str) -> None:
     """Rank 1 is killed in step 5 before it changes its weights, rank 0 while it writes its snapshot, rank 1 at the end."""
     folder, script = tmp_path / "memory", tmp_path / "killed.py"
     folder.mkdir()
     script.write_text(KILLED)
-    *begun, loss = train(folder, script, 3)
+    *begun, loss = train(python, folder, script, 3)
     assert begun == ["goes on after step 4", "goes on after step 7", f"goes on after step {STEPS - 1}"]
     assert loss.startswith("loss ")
     for rank in range(2):  # an earlier job of this name has failed
         (place := folder / f"torch-elastic-{os.getuid()}-job-{rank}").mkdir()
         (place / "7").write_text("stale")
-    assert [loss] == train(folder, EXAMPLE, 0, *RENDEZVOUS, "--rdzv-id", "job")
+    assert [loss] == train(python, folder, EXAMPLE, 0, *RENDEZVOUS, "--rdzv-id", "job")
 
 
-def test_a_job_without_a_name(tmp_path: Path) -> None:
+def test_a_job_without_a_name(tmp_path: Path, python: str) -> None:
     """Its snapshots could be those of another one."""
-    done = run(tmp_path, EXAMPLE, 0, *RENDEZVOUS, ranks=1)
+    done = run(python, tmp_path, EXAMPLE, 0, *RENDEZVOUS, ranks=1)
     assert done.returncode != 0 and "the job has no name" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -205,9 +205,9 @@ if __name__ == "__main__":
 PARTS = ("exit", "destroy", "daemon", "loader", "processes")
 
 
-def test_program(tmp_path: Path) -> None:
+def test_program(tmp_path: Path, python: str) -> None:
     """Children that exit normally, daemons, data loader workers beside DDP, pools of all kinds."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    text = launch(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program), timeout=250.0)
+    text = launch(python, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program), timeout=250.0)
     assert [text.count(f"right: {part}") for part in PARTS] == [2] * len(PARTS), text

@@ -65,7 +65,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "xvcomm run"])
-def test_the_script(tmp_path: Path, launcher: str) -> None:
+def test_the_script(tmp_path: Path, python: str, launcher: str) -> None:
     islands = "cuda:1,rocm:1"
     start = {
         "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "--islands", islands),
@@ -73,7 +73,7 @@ def test_the_script(tmp_path: Path, launcher: str) -> None:
     }[launcher]
     out = tmp_path / "log.jsonl"
     options = ("--backend", BACKEND, "--mode", "ddp", "--steps", "3", "--dim", "32", "--check", "--out", str(out))
-    text = launch(sys.executable, *start, *options)
+    text = launch(python, *start, *options)
     header, steps, check = read(out)
     assert header["backend"] == BACKEND and header["ranks"] == 2 and header["rehearsal"] is True
     assert [step["step"] for step in steps] == [1, 2, 3]

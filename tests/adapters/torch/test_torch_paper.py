@@ -223,13 +223,13 @@ def test_settings_survive_their_file() -> None:
     assert Settings.parse(given.text()) == given
 
 
-def test_the_script_writes_all_fields(tmp_path: Path) -> None:
+def test_the_script_writes_all_fields(tmp_path: Path, python: str) -> None:
     out = tmp_path / "records.jsonl"
     options = (
         "--model", "tiny-qwen2", "--comm", "nccl,xvcomm", "--turns", "2", "--iterations", "2", "--context", "16",
         "--micro-batches", "2", "--layers", "1,3", "--out", str(out),
     )  # fmt: skip
-    launch(sys.executable, "-m", "xvcomm", "run", "-n", "2", "--", str(SCRIPT), *options)
+    launch(python, "-m", "xvcomm", "run", "-n", "2", "--", str(SCRIPT), *options)
     header, *records = map(json.loads, out.read_text().splitlines())
     assert header["rehearsal"] and header["parameters"] == SHAPES["tiny-qwen2"].parameters
     assert (header["stages"], header["replicas"]) == (2, 1)

@@ -1,0 +1,91 @@
+"""The interpreter of the fixture `python` is to its caller what Python is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TELL = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ["GIVEN"], __name__, sys.stdin.read())
+sys.stderr.write("told")
+sys.exit(7)
+"""
+WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+LAST = """
+import atexit, threading, time
+atexit.register(print, "last")
+threading.Thread(target=lambda: (time.sleep(0.1), print("first"))).start()
+"""
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["program", "-m", "-c"])
+def test_a_program_runs_as_in_an_interpreter_of_its_own(python: str, tmp_path: Path, way: str) -> None:
+    (tmp_path / "told.py").write_text(TELL)
+    command = {"program": ["told.py"], "-m": ["-m", "told"], "-c": ["-c", TELL]}[way]
+    options = {
+        "cwd": tmp_path,
+        "env": os.environ | {"GIVEN": "set"},
+        "input": "read",
+        "capture_output": True,
+        "text": True,
+    }
+    found = [subprocess.run([path, "-u", *command, "a", "b"], **options) for path in (sys.executable, python)]
+    told = [(done.returncode, done.stdout, done.stderr) for done in found]
+    assert told[0] == told[1] == (7, f"['a', 'b'] {tmp_path} set __main__ read\n", "told")
+
+
+def test_what_it_starts_is_forked_too(python: str) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(sys.executable)'])"
+    assert subprocess.check_output([python, "-c", code], text=True).strip() == python
+
+
+def test_an_error_that_nobody_handles(python: str) -> None:
+    done = subprocess.run([python, "-c", "raise KeyError('why')"], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("KeyError: 'why'\n")
+
+
+def test_threads_and_exit_handlers_come_to_their_end(python: str) -> None:
+    assert subprocess.check_output([python, "-c", LAST], text=True) == "first\nlast\n"
+
+
+def test_options_of_python(python: str) -> None:
+    assert (
+        subprocess.check_output([python, "-W", "error", "-c", "import sys; print(sys.warnoptions)"]) == b"['error']\n"
+    )
+
+
+def test_limits_are_those_of_the_caller(python: str) -> None:
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    lower = 'ulimit -Sn 77; ulimit -Hn 88; exec "$@"'
+    assert subprocess.check_output(["sh", "-c", lower, "sh", python, "-c", code]) == b"(77, 88)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_for_the_interpreter_ends_the_program(python: str, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [python, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as started:
+        assert started.stdout is not None
+        program = Path("/proc") / started.stdout.readline().strip()
+        started.send_signal(number)
+    assert started.returncode == -number
+    until(lambda: not program.exists())
+
+
+def test_a_program_that_is_killed(python: str) -> None:
+    assert subprocess.run([python, "-c", "import os; os.kill(os.getpid(), 9)"]).returncode == -signal.SIGKILL
