@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from xvcomm.cli.last_dumps import LastDumps
 from xvcomm.system.processes import halted
-from xvcomm.trace.snapshot import Snapshot, load_folder
+from xvcomm.testing import World
+from xvcomm.trace.snapshot import SUFFIX, Snapshot, load_folder
 from xvcomm.types.opcode import OpCode
 
 pytestmark = pytest.mark.usefixtures("python")
@@ -350,3 +352,20 @@ def test_dumps_of_hosts_with_different_clocks(tmp_path: Path, die: str) -> None:
     assert ahead == ({1: far, 3: far} if "2" in die else {0: 0, 1: far, 2: 0, 3: far})
     ended = [state.records[0].ended - state.ahead for state in known.values()]
     assert max(ended) - min(ended) < 50e9
+
+
+def be_in_a_group_of_its_own(comm):
+    if comm.rank == 1:
+        os.setpgid(0, 0)
+    comm.barrier()
+
+
+def test_only_ranks_that_the_launcher_ends_are_written_down(tmp_path: Path) -> None:
+    """Others of the job go on, and what they have open is not looked at before the signal."""
+    with World(2) as world:
+        world.run(be_in_a_group_of_its_own)
+        dumps = LastDumps({"XVCOMM_TRACE_DIR": str(tmp_path)}, pytest.fail)
+        dumps.take([world.pids()[1]])
+        dumps.finish()
+    (written,) = tmp_path.iterdir()
+    assert written.name.endswith(f"-rank-1{SUFFIX}")

@@ -77,6 +77,20 @@ def test_one_that_has_ended(server: TcpServer) -> None:
     store.close()
 
 
+def test_who_looks_whether_it_has_ended_does_not_want_it(server: TcpServer) -> None:
+    store = client(server)
+    standby = opened(store)
+    assert store.ended([standby.address]) == [] and not standby.wanted()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(store.successor, standby.address, Deadline.after(SOON))
+        while not standby.wanted():
+            assert not asked.done()
+        standby.serve()
+        asked.result(SOON).close()
+    standby.close()
+    store.close()
+
+
 def test_stores_without_a_successor() -> None:
     store = MemoryStore()
     assert store.standby(ANY_PORT) is None

@@ -247,6 +247,12 @@ class Store(ABC):
     def give_up(self) -> None:  # noqa: B027 - most stores have no calls that only a network would end
         """Let calls in progress in other threads, and all later ones, raise StoreError: the store's host is out of reach."""
 
+    def unheard(self) -> float:
+        """For how many seconds a request of this process has been sent in vain, since the store's host hears nothing; 0 if none
+        has. Never blocks.
+        """
+        return 0.0
+
     @property
     def served_here(self) -> bool:
         """Whether the store ends with this process."""
@@ -323,6 +329,9 @@ class ForwardingStore(Store):
 
     def give_up(self) -> None:
         self._store.give_up()
+
+    def unheard(self) -> float:
+        return self._store.unheard()
 
     @property
     def served_here(self) -> bool:

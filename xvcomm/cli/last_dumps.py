@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -36,16 +35,15 @@ class LastDumps:
 
     def take(self, groups: Iterable[int]) -> None:
         """Read what the ranks in these process groups do, before they are ended, and let a thread write it. Does not wait for
-        the disk.
+        the disk, and looks at no other processes' files.
         """
         if self._folder is None:
             return
-        wanted, found = set(groups), list[Snapshot]()
+        found = list[Snapshot]()
         try:
-            for job in live.jobs():
-                if wanted & {_group(pid) for pid in job.pids}:
-                    with contextlib.suppress(OSError, ValueError):  # its ranks end by themselves just now
-                        found += job.alone()
+            for job in live.jobs(set(groups)):
+                with contextlib.suppress(OSError, ValueError):  # its ranks end by themselves just now
+                    found += job.alone()
             thread = Daemon("xvcomm-dumps", partial(self._write, self._folder, found))
             thread.start()
             self._threads.append(thread)
@@ -67,10 +65,3 @@ class LastDumps:
         """Wait until all is written."""
         for thread in self._threads:
             thread.join(_SECONDS)
-
-
-def _group(pid: int) -> int:
-    """A process's group; 0 if it has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        return os.getpgid(pid)
-    return 0

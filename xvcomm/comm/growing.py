@@ -19,9 +19,11 @@ from xvcomm.engine.session.join_requests import JoinReply, JoinRequest, JoinRequ
 from xvcomm.engine.session.pending_request import PendingRequest
 from xvcomm.engine.session.session import Session
 from xvcomm.engine.session.survivors import Decision
+from xvcomm.engine.session.watchdog import Rounds
 from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.rendezvous.store.failure import Failure, Outcome, cause, decode_outcome
 from xvcomm.rendezvous.store.guarded import GuardedStore
+from xvcomm.system import heartbeat
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.opcode import OpCode
 
@@ -289,8 +291,19 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
     Raises:
         DeadlineExceeded: they did not in time.
         Aborted: the job has ended, or its ranks do not take this process.
+        StoreError: the store's host has not answered for XVCOMM_PEER_TIMEOUT.
     """
-    with contextlib.closing(PendingRequest(store, rank, config, deadline)) as request:
+    patience = max(config.peer_timeout, heartbeat.LEAST_SECONDS)
+
+    def look() -> None:
+        """Wait no more for a host that does not answer: this process has no other way to the job yet."""
+        if store.unheard() > patience:
+            store.give_up()
+
+    with (
+        contextlib.closing(Rounds("xvcomm-joining", look)),
+        contextlib.closing(PendingRequest(store, rank, config, deadline)) as request,
+    ):
         while True:
             reply = request.answer(deadline)
             # As long as the members wait, so that this one's own time decides nothing for them.

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,17 +97,24 @@ class LiveJob:
         return map(decode, request(pids, kind, seconds, lambda answer: decode(answer).job == self.roster.job))
 
 
-def jobs() -> list[LiveJob]:
-    """Those of this user."""
+def jobs(groups: Collection[int] | None = None) -> list[LiveJob]:
+    """Those of this user; as far as processes of some process groups only are in them, if these are given."""
     found: dict[str, tuple[Roster, list[int], Path]] = {}
     for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        for memory in _memories(pid):
+        for memory in _memories(pid) if groups is None or _group(pid) in groups else ():
             with contextlib.suppress(OSError, ValueError), _mapped(memory) as view:
                 roster = journal.roster(view)
                 if roster is not None:
                     found.setdefault(roster.job, (roster, [], memory))[1].append(pid)
                     break
     return [LiveJob(roster, tuple(pids), memory) for roster, pids, memory in found.values()]
+
+
+def _group(pid: int) -> int:
+    """A process's group; 0 if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return 0
 
 
 def _memories(pid: int) -> Iterator[Path]:

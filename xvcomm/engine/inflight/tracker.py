@@ -251,7 +251,7 @@ class Tracker:
         return {operation for operations in found for operation in list(operations)}
 
     def progress(self) -> Progress:
-        """What is known of the oldest operations of each stream, if any is under way for a while; calls no function of the vendor."""
+        """What is known of each stream's oldest operations, if any is under way for a while; calls no function of the vendor."""
         now = monotonic()
         of_streams = [[b for b in list(batches)[:_TOLD] if not b.over] for batches in list(self._streams.values())]
         if not any(batches and batches[0].added < now - _A_WHILE_SECONDS for batches in of_streams):

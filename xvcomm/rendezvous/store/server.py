@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
+from collections.abc import Sequence
 
 from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.clients import Clients, Connection, shut_down
@@ -36,6 +38,7 @@ class TcpServer:
         *,
         epoch: int | None = None,
         listeners: list[socket.socket] | None = None,
+        accepted: Sequence[socket.socket] = (),
     ) -> None:
         """Bind the port and start to serve.
 
@@ -46,6 +49,7 @@ class TcpServer:
             epoch: serve only clients with this number; None serves all. Ranks that meet repeatedly at a fixed address count up,
                 so that they do not join a server that is about to close.
             listeners: sockets that listen at `host` already; `port` is not read then.
+            accepted: connections of clients that these have accepted already.
 
         Raises:
             StoreError: the port is in use or not permitted.
@@ -58,7 +62,7 @@ class TcpServer:
         self.port: int = listeners[0].getsockname()[1]
         self.address = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
         self._clients = Clients(secret, epoch)
-        self._listeners = listeners
+        self._listeners, self._accepted = listeners, accepted
         self._grace = 0.0
         self._open = True
         self._stop = asyncio.Event()
@@ -104,6 +108,9 @@ class TcpServer:
             self._loop.close()
 
     async def _serve(self) -> None:
+        for sock in self._accepted:
+            with contextlib.suppress(OSError):  # the client is gone
+                await self._connect(sock)
         accepting = [self._loop.create_task(self._accept(listener)) for listener in self._listeners]
         await self._stop.wait()
         await self._clients.drain(self._grace)
@@ -123,10 +130,13 @@ class TcpServer:
             try:
                 await self._clients.strangers.room()
                 sock, _ = await self._loop.sock_accept(listener)
-                await self._loop.connect_accepted_socket(lambda: Connection(self._clients), sock)
+                await self._connect(sock)
             except OSError:
                 # Shut down, or temporarily out of file descriptors.
                 await asyncio.sleep(_ACCEPT_PAUSE if self._open else 0)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        await self._loop.connect_accepted_socket(lambda: Connection(self._clients), sock)
 
 
 def _need(sock: socket.socket, files: int) -> None:

@@ -19,7 +19,7 @@ from xvcomm.system import forking
 
 _ANSWER_SECONDS = 0.3
 _AT_ONCE = 128
-"""How many addresses are tried at once."""
+"""How many addresses are tried at once, and how many processes may ask for a successor that is not served."""
 
 
 def place(address: str) -> tuple[str, int]:
@@ -59,9 +59,10 @@ def _refusing(addresses: Sequence[str]) -> list[str]:
 
 
 class TcpStandby(Standby):
-    """Listens from the start, so that its address is known to all, and accepts nothing before it serves.
+    """Listens from the start, so that its address is known to all, and answers nothing before it serves.
 
-    A process that connects before waits in the kernel's queue, and learns at once of the end of this one.
+    A process that connects before waits, and learns at once of the end of this one. One that only looks whether this one has
+    ended closes its connection.
     """
 
     def __init__(self, listeners: list[socket.socket], host: str, secret: str) -> None:
@@ -73,11 +74,13 @@ class TcpStandby(Standby):
         """
         self.address, self.local = f"{host} {listeners[0].getsockname()[1]}", ip_address(host).is_loopback
         self._listeners, self._host, self._secret = listeners, host, secret
+        self._asking: list[socket.socket] = []
         self._server: TcpServer | None = None
         self._closed = False
         self._serving = threading.Lock()
         self._poll = select.poll()
         for listener in listeners:
+            listener.setblocking(False)
             self._poll.register(listener, select.POLLIN)
         forking.register(self)
 
@@ -93,12 +96,29 @@ class TcpStandby(Standby):
         return None
 
     def wanted(self) -> bool:
-        return self._server is None and not self._closed and bool(self._poll.poll(0))
+        with self._serving:
+            if self._server is not None or self._closed:
+                return False
+            while len(self._asking) < _AT_ONCE and self._poll.poll(0) and (asking := self._accept()):
+                self._asking += asking
+            ended = [sock for sock in self._asking if _hung_up(sock)]
+            listening.close(ended)
+            self._asking = [sock for sock in self._asking if sock not in ended]
+            return bool(self._asking)
+
+    def _accept(self) -> list[socket.socket]:
+        """Connections that wait, at most one of each listener."""
+        found = []
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # none, or there is no descriptor for it
+                found.append(listener.accept()[0])
+        return found
 
     def serve(self) -> None:
         with self._serving:
             if self._server is None and not self._closed:
-                self._server = TcpServer(self._host, 0, self._secret, listeners=self._listeners)
+                asking, self._asking = self._asking, []
+                self._server = TcpServer(self._host, 0, self._secret, listeners=self._listeners, accepted=asking)
 
     def close(self) -> None:
         with self._serving:
@@ -107,11 +127,21 @@ class TcpStandby(Standby):
             self._closed = True
         if self._server is not None:
             self._server.close(CLOSE_GRACE)
-        listening.close(self._listeners)
+        listening.close([*self._listeners, *self._asking])
 
     def after_fork(self) -> None:
         """Leave the port to the parent, so that others learn of its end."""
         self._serving = threading.Lock()  # the copied lock may be held by a thread that the child does not have
-        for listener in self._listeners:
-            if listener.fileno() >= 0:
-                forking.leave_to_parent(listener.fileno())
+        for sock in (*self._listeners, *self._asking):
+            if sock.fileno() >= 0:
+                forking.leave_to_parent(sock.fileno())
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    """Whether the other end of a connection that has sent nothing is closed."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -133,7 +133,6 @@ class TcpStore(Store):
             link.hang_up()
 
     def unheard(self) -> float:
-        """For how many seconds a request has been sent in vain, since the store's host hears nothing; 0 if there is none."""
         with self._lock:
             links = list(self._links)
         return max((link.unheard() for link in links), default=0.0)
