@@ -1,5 +1,6 @@
 """The store that rank 0 serves is slow, or loses a connection, while ranks shrink: it has not ended, and they go on with it."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,7 +11,8 @@ from unittest import mock
 from shrinking import SOON, acting_at, die, works
 from stores import variables
 
-from xvcomm.errors import PeerLost, StoreError
+from xvcomm.engine.session.succession import Succession
+from xvcomm.errors import DeadlineExceeded, PeerLost, StoreError
 from xvcomm.rendezvous.store.tcp import TcpStore
 from xvcomm.system.processes import halted
 from xvcomm.testing.inside import context
@@ -51,16 +53,26 @@ def until(true):
 
 
 def shrink_as_the_store_answers_again(comm, folder):
-    """Rank 1 asks rank 0 for a successor at the moment in which that goes on; rank 2 comes later, and finds the store."""
+    """Rank 1 asks rank 0 for a successor as that goes on, until it has seen that; rank 2 comes later, and finds the store."""
     pids, folder = comm.all_gather_object(os.getpid()), Path(folder)
-    real = TcpStore.successor
+    real, look = TcpStore.successor, Succession.look
 
     def successor(store, address, deadline):
         os.kill(pids[0], signal.SIGCONT)
         try:
-            return real(store, address, Deadline.after(1))
+            while True:
+                with contextlib.suppress(DeadlineExceeded):
+                    return real(store, address, Deadline.after(1))
+                if (folder / "seen").exists():
+                    raise DeadlineExceeded("no successor is served")
         finally:
             (folder / "tried").touch()
+
+    def seen(succession):
+        asked = succession._standby.wanted()
+        look(succession)
+        if asked:
+            (folder / "seen").touch()
 
     if comm.rank == 3:
         die()
@@ -75,7 +87,8 @@ def shrink_as_the_store_answers_again(comm, folder):
         with mock.patch.object(TcpStore, "successor", successor):
             made = comm.shrink(timeout=20)
     else:
-        until((folder / "tried").exists)
+        with mock.patch.object(Succession, "look", seen) if comm.rank == 0 else contextlib.nullcontext():
+            until((folder / "tried").exists)
         made = comm.shrink(timeout=20)
     works(made, range(3))
     made.close()

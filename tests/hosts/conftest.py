@@ -58,9 +58,9 @@ class TwoHosts(Hosts):
         """`start`, and wait for a good end; what the ranks have printed."""
         return self.outputs(self.start(*arguments, **options))
 
-    def begun(self, *seconds, **options):
-        """Ranks of `cut`, which send to each other for some seconds and have begun to."""
-        return self.await_begun(self.start("cut", *seconds, **options))
+    def begun(self, *end, **options):
+        """Ranks of `cut`, which send to each other for some seconds, or until there is a file, and have begun to."""
+        return self.await_begun(self.start("cut", *end, **options))
 
     @staticmethod
     def await_begun(ranks):
@@ -84,12 +84,11 @@ class TwoHosts(Hosts):
         self.unharmed(ranks)
         mend.join()
 
-    def queues(self, side):
-        """The bytes that each connection between ranks has received and nobody reads, and those that are not acknowledged."""
-        command = ("ip", "netns", "exec", self.namespace(side), "ss", "-tnH", "state", "established")
+    def refused(self, side):
+        """The connections between ranks over which this host has more than the other one's sockets take."""
+        command = ("ip", "netns", "exec", self.namespace(side), "ss", "-tnoH", "state", "established")
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        lines = [line.split()[:4] for line in text.splitlines() if ":29711" not in line]  # of the store
-        return {(here, there): (int(received), int(sent)) for received, sent, here, there in lines}
+        return [line for line in text.splitlines() if "timer:(persist" in line and ":29711" not in line]  # of the store
 
     def mute(self, side, link):
         """Let nothing arrive any more that a host sends over a link; the other direction works."""

@@ -37,8 +37,8 @@ def collectives(comm):
     print(f"{len(set(comm.topology.hosts))} hosts")
 
 
-def cut(comm, seconds=4):
-    """Messages of known contents, while the test cuts a link after the first line and mends it after the second."""
+def cut(comm, end=4):
+    """Messages of known contents for so many seconds, or until the test makes a file; it disturbs them after the first line."""
     x = np.zeros(1 << 18, np.int64)
     began, longest = time.monotonic(), 0.0
     number = 0
@@ -55,7 +55,8 @@ def cut(comm, seconds=4):
         number += 1
         if number == 5:
             print("begun", flush=True)
-        go_on = comm.broadcast_object(time.monotonic() - began < float(seconds))
+        over = os.path.exists(end) if str(end).startswith("/") else time.monotonic() - began >= float(end)
+        go_on = comm.broadcast_object(not over)
     print(f"{number} {longest:.3f}")
 
 

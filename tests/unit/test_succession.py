@@ -94,15 +94,16 @@ def test_a_store_that_is_out_of_reach_for_a_moment_is_used_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "gone"),
+    ("make", "gone"),
     [
-        (Store(misses=99, over=["rank 0"]), ()),
-        (Store(misses=99, instead=AuthenticationError), ()),
-        (Store(misses=99), (0,)),
+        (lambda: Store(misses=99, over=["rank 0"]), ()),
+        (lambda: Store(misses=99, instead=AuthenticationError), ()),
+        (lambda: Store(misses=99), (0,)),
     ],
     ids=["its process has ended", "another program listens there", "it is lost"],
 )
-def test_a_store_that_has_ended_is_not_waited_for(found: Store, gone: Sequence[int]) -> None:
+def test_a_store_that_has_ended_is_not_waited_for(make: Callable[[], Store], gone: Sequence[int]) -> None:
+    found = make()
     succession(found, 1, gone=lambda rank: rank in gone).follow(Deadline.after(5), lambda: None)
     assert found.moved == "rank 1"
 
