@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
-from xvcomm.testing import World, channels, collectives, pointtopoint, refusals
+from xvcomm.testing import World, collectives, pointtopoint, wires
 from xvcomm.testing.cases import reductions
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.opcode import OpCode
@@ -25,23 +25,14 @@ def world(request):
         yield ranks
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 1_000_003])
+@pytest.mark.parametrize("count", wires.COUNTS)
 @pytest.mark.parametrize("check", [collectives.check_all_reduce, collectives.check_reduce])
 def test_reducing(world, check, count):
     world.run(check, "float32", "sum", count)
 
 
-@pytest.mark.parametrize("rows", [0, 3, 21_851])
-@pytest.mark.parametrize(
-    "check",
-    [
-        collectives.check_broadcast,
-        collectives.check_all_gather,
-        collectives.check_gather,
-        collectives.check_scatter,
-        collectives.check_all_to_all,
-    ],
-)
+@pytest.mark.parametrize("rows", wires.ROWS)
+@pytest.mark.parametrize("check", wires.MOVING)
 def test_moving(world, check, rows):
     world.run(check, "float32", rows)
 
@@ -64,26 +55,12 @@ def test_communicators_one_after_the_other(world):
     assert not any(world.run(communicators_one_after_the_other))
 
 
-@pytest.mark.parametrize(
-    "check", [collectives.check_averages, collectives.check_barrier, collectives.check_objects, collectives.check_split]
-)
+@pytest.mark.parametrize("check", wires.OTHERS)
 def test_others(world, check):
     world.run(check)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pointtopoint.check_crosswise_waits,
-        pointtopoint.check_behind_background,
-        pointtopoint.check_receive_first,
-        pointtopoint.check_small_send_returns,
-        pointtopoint.check_beside_collectives,
-        pointtopoint.check_objects,
-        *channels.CHECKS,
-        refusals.check_messages_refused,
-    ],
-)
+@pytest.mark.parametrize("check", wires.MESSAGES)
 def test_messages(world, check):
     world.run(check)
 
@@ -108,7 +85,7 @@ def test_early_senders(world):
     world.run(send_early)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 1_000_003, 2_000_003])
+@pytest.mark.parametrize("count", [*wires.MESSAGE_COUNTS, 2_000_003])
 def test_sizes_of_messages(world, count):
     world.run(pointtopoint.check_blocking, "float32", count)
     world.run(pointtopoint.check_exchange, "float32", count)

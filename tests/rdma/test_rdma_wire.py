@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import xvcomm
-from xvcomm.testing import channels, collectives, pointtopoint, refusals
+from xvcomm.testing import collectives, pointtopoint, wires
 from xvcomm.testing.cases import reductions
 from xvcomm.types.dtype import DTYPES
 
@@ -37,22 +37,16 @@ def test_data_goes_by_rdma(comm):
     assert rdma >= 4 << 20 and tcp < 1 << 16
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 1_000_003])
+@pytest.mark.parametrize("count", wires.COUNTS)
 def test_reducing(comm, count):
     collectives.check_all_reduce(comm, "float32", "sum", count)
     collectives.check_reduce(comm, "float32", "sum", count)
     collectives.check_reduce_scatter(comm, "float32", "sum", count // 2)
 
 
-@pytest.mark.parametrize("rows", [0, 3, 21_851])
+@pytest.mark.parametrize("rows", wires.ROWS)
 def test_moving(comm, rows):
-    for check in (
-        collectives.check_broadcast,
-        collectives.check_all_gather,
-        collectives.check_gather,
-        collectives.check_scatter,
-        collectives.check_all_to_all,
-    ):
+    for check in wires.MOVING:
         check(comm, "float32", rows)
 
 
@@ -63,38 +57,17 @@ def test_types(comm, dtype):
     collectives.check_reductions(comm, dtype.name, [str(op) for op in reductions(dtype)])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        collectives.check_averages,
-        collectives.check_objects,
-        collectives.check_split,
-        collectives.check_subgroup,
-        collectives.check_premul_factors,
-    ],
-)
+@pytest.mark.parametrize("check", wires.OTHERS)
 def test_others(comm, check):
     check(comm)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pointtopoint.check_crosswise_waits,
-        pointtopoint.check_behind_background,
-        pointtopoint.check_receive_first,
-        pointtopoint.check_small_send_returns,
-        pointtopoint.check_beside_collectives,
-        pointtopoint.check_objects,
-        *channels.CHECKS,
-        refusals.check_messages_refused,
-    ],
-)
+@pytest.mark.parametrize("check", wires.MESSAGES)
 def test_messages(comm, check):
     check(comm)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 1_000_003])
+@pytest.mark.parametrize("count", wires.MESSAGE_COUNTS)
 def test_sizes_of_messages(comm, count):
     pointtopoint.check_blocking(comm, "float32", count)
     pointtopoint.check_exchange(comm, "float32", count)
