@@ -137,13 +137,23 @@ def _compare(row: Any, producer: bool) -> int:
 
 
 @register_jitable
+def _awaited(row: Any) -> bool:
+    """Whether the receiver has advertised a registered array for the row's message, and the row's array is registered, too."""
+    if load_acquire(address_of(_direct_at(row.direct), "message")) != row.sequence + 1:
+        return False
+    return call_3(_carrier_at(row.carrier).registered, row.carrier, row.data, row.message.nbytes) != 0
+
+
+@register_jitable
 def _offer(row: Any, producer: bool) -> int:
     """Offer of this end's array in its description: to the other end, see `rendezvous`, or to the carrier."""
     nbytes, ring = row.message.nbytes, row.geometry
     capacity = ring.lanes * ring.slots * ring.slot_bytes
     if row.carrier != 0:
-        # A sender waits until its array was read. If the message fits the ring, it goes on without its receiver instead.
-        return row.data if nbytes >= (capacity if producer else _LEAST_CARRIED) and row.kind != _GET_REDUCE else 0
+        # A sender waits until its array was read. If the message fits the ring, it goes on without its receiver instead, unless
+        # that waits already for what RDMA devices may carry from array to array.
+        least = capacity if producer and not _awaited(row) else _LEAST_CARRIED
+        return row.data if nbytes >= least and row.kind != _GET_REDUCE else 0
     if producer:
         return propose(row.state, row.data, nbytes, _entry(row, False), row.sequence, capacity)
     return rendezvous.offer(row.state, row.data, nbytes) if row.kind == _GET else 0

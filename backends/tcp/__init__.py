@@ -19,6 +19,7 @@ from xvcomm.abc.transport import Capabilities, Interface, Membership, PairTrial,
 from xvcomm.backends.tcp import choice, interfaces
 from xvcomm.backends.tcp.interfaces import Place
 from xvcomm.config import Config
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Answer, Question
 from xvcomm.trace.snapshot import Grades
@@ -117,6 +118,9 @@ class TcpTransport(Transport):
         return self.network.open_ring(
             member, _number(group, name), half, deadline, group=group, peer=peer, producer=producer
         )
+
+    def register(self, array: ArrayView) -> contextlib.ExitStack:
+        return super().register(array) if self.network is None else self.network.register(array)
 
     def announce(self) -> None:
         self._patience = _PATIENCE  # a rank that has ended publishes nothing in the new store

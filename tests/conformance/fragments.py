@@ -58,6 +58,10 @@ FRAGMENTS = [
     ),
     Fragment("README.md", "torch.distributed.init", "torch", "import torch", "assert xvjax and NCCLBackend and MPI"),
     Fragment(
+        "docs/rdma.md", "with comm.register(", "numpy", _COMM + "steps = 3; gradients = np.ones(4)",
+        "assert (gradients == comm.size**3).all()",
+    ),
+    Fragment(
         "docs/concepts.md", "found = comm.probe()", "numpy",
         _COMM + _NEIGHBOURS + "comm.send(np.arange(3), right)", "assert buffer.tolist() == [0, 1, 2]",
     ),

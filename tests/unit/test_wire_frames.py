@@ -191,6 +191,7 @@ def frames_of(sizes):
         found += slots or [frame(Kind.ENTRY, CONSUMER, entry=entry)]
         found.append(frame(Kind.PING, 0, number=1 + index))
     found.append(frame(Kind.CREDIT, PRODUCER, payload=words(0, 0)))
+    found.append(frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(1, message(9))))
     found.append(frame(Kind.SLOT, CLOSED, payload=b"late", entry=(1, message(4))))
     found.append(frame(Kind.ASK, 0, slot=3, number=1))
     found.append(frame(Kind.TELL, 0, number=1, payload=words(3, 9)))
@@ -297,6 +298,13 @@ def test_random_bytes(data):
         frame(Kind.STOP, PRODUCER, number=0xFF),
         frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP) + UNREGISTERED),
         frame(Kind.TELL, 0, payload=words(1)),
+        frame(Kind.ARRAY, CONSUMER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(1, message(9))),
+        frame(Kind.ARRAY, PRODUCER, payload=words(PAGE), entry=(1, message(9))),
+        frame(Kind.ARRAY, PRODUCER, payload=words(0, *range(MAX_DEVICES)), entry=(1, message(9))),
+        frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(1, message(0))),
+        frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(3, message(9))),
+        frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(0, message(9))),
+        frame(Kind.PLACED, CONSUMER, number=0, entry=(1, message(8))),
         frame(Kind.WRITTEN, CONSUMER, number=0, entry=(1, message(8))),
         frame(Kind.ASK, 0, number=1, slot=129),
     ],

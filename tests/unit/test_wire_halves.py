@@ -15,6 +15,7 @@ import pytest
 from xvcomm.memory.ring import Message, Reason, RingLayout, ledger_at
 from xvcomm.memory.segment import PAGE
 from xvcomm.types.opcode import OpCode
+from xvcomm.wire.arrays import Arrays
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
 from xvcomm.wire.halves import Halves
@@ -38,7 +39,9 @@ class Side:
 
     def __init__(self):
         self.carrier = Carrier(0, 1)
-        self.halves = Halves(self.carrier, None, lambda number: SimpleNamespace(direct=False, gone=False))
+        self.halves = Halves(
+            self.carrier, None, Arrays(self.carrier, None), lambda number: SimpleNamespace(direct=False, gone=False)
+        )
         self.link = self.carrier.add_link()
         self.numbers = {}
         self.halves.enter(GROUP)

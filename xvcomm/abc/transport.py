@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from xvcomm.abc.peer_memory import PeerMemory
 from xvcomm.abc.store import Store
 from xvcomm.config import Config
 from xvcomm.errors import BackendUnavailable
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.trace.format import Answer, Question
 from xvcomm.trace.snapshot import Grades
@@ -232,6 +234,17 @@ class Transport(ABC):
             ResourceError: its memory cannot be had.
             StoreError, DeadlineExceeded: the other end cannot be found.
         """
+
+    def register(self, array: ArrayView) -> contextlib.ExitStack:
+        """Let RDMA devices, if it uses some, send from an array of host memory, and receive into it, without a copy.
+
+        Returns:
+            What ends that when it is closed, after what is under way. Until then, or `close`, the array is kept alive.
+
+        Raises:
+            ResourceError: a device or a limit refuses; says what to do.
+        """
+        return contextlib.ExitStack()
 
     def announce(self) -> None:  # noqa: B027 - ranks that share memory need nothing
         """Publish again how this rank is reached: another store has taken the place of `Membership.store`, and is empty.

@@ -28,6 +28,7 @@ from xvcomm.comm.growing import rejoin
 from xvcomm.comm.lifetime import Lifetime
 from xvcomm.comm.objects import Objects
 from xvcomm.comm.point_to_point import PointToPoint
+from xvcomm.comm.registration import Registering
 from xvcomm.comm.subgroups import Meetings, naming, subgroups
 from xvcomm.config import Config
 from xvcomm.engine.context import Context
@@ -41,7 +42,7 @@ from xvcomm.types.opcode import OpCode
 from xvcomm.types.topology import Topology
 
 
-class Communicator(Collectives, PointToPoint, Objects, Lifetime):
+class Communicator(Collectives, PointToPoint, Objects, Registering, Lifetime):
     """Ranks 0 to size - 1 that communicate with each other. Created by `xvcomm.init`, `split`, `subgroup`, `shrink`, `grow`.
 
     Attributes:

@@ -227,14 +227,16 @@ GEOMETRY = [(name, "i8") for name in ("lanes", "slots", "slot_bytes", "ledger", 
 CARRIER = np.dtype([
     ("progress", "i8"),  # function that carries frames while a mover waits
     ("wake", "i8"),  # function that lets the carrier's thread look at the rings, for movers that do not carry
+    ("registered", "i8"),  # function that says whether RDMA devices may use an array, by its address and bytes
 ])  # fmt: skip
 """What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
 
 DIRECT = np.dtype([
     ("message", "i8"),  # number of the message, from 1 on; written last
-    ("first", "i8", MAX_LANES),  # the lane's first slot that goes into the array; earlier ones go into the ring
+    ("first", "i8", MAX_LANES),  # consumer: the lane's first slot that goes into the array; earlier ones go into the ring
 ])  # fmt: skip
-"""What the carrier says of the newest message that it receives into the consumer's array."""
+"""What the carrier says of the newest message that it receives into the consumer's array; to the producer of the newest one for
+whose slots the consumer has advertised a registered array."""
 
 
 class RingEnd:
@@ -250,7 +252,7 @@ class RingEnd:
         replays: address of the word of `replayed`, for compiled code.
         kept: what the movers of this process's device keep with the end.
         carrier: address of the `CARRIER` record of a ring between hosts; 0 where both ends map the same memory.
-        direct: address of the `DIRECT` record of a consumer's end between hosts; else 0.
+        direct: address of the `DIRECT` record of a ring between hosts; else 0.
         begun: called when a message was enqueued whose mover does not carry frames, and when the ring was stopped.
         told: whether the other end knows that the ring was stopped.
         carried: the bytes of the newest messages that each connection to another host has carried, by the messages' numbers, from

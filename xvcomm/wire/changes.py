@@ -12,9 +12,10 @@ from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.types.route import MAX_RAILS
+from xvcomm.wire.counters import entry_of, finished
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.locks import lock, lock_all, unlock, unlock_all
-from xvcomm.wire.outgoing import any_flies, entry_of, finished
+from xvcomm.wire.outgoing import any_flies
 from xvcomm.wire.posting import land_all
 from xvcomm.wire.records import (
     AGAIN,
@@ -32,6 +33,7 @@ from xvcomm.wire.records import (
     rail_at,
     wire_at,
 )
+from xvcomm.wire.regions import in_use
 
 FULL, FULL_LINK = -1, -2
 """Results of `attach` where a process, or two of them with each other, have no room for one more ring."""
@@ -80,7 +82,7 @@ def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
         if wire.producer != 0:
             wire.entries = 0
         else:
-            wire.credited = 0
+            wire.credited = wire.looked = 0
             for lane in range(wire.geometry.lanes):
                 wire.sent[lane] = 0
         if wire.stop == TOLD:
@@ -181,14 +183,20 @@ def _drop(address: int, index: int) -> int:
 
 
 def _withdraw(address: int, record: int) -> int:
-    """Let go of the array of the message that an end has given up; its ring will be stopped."""
+    """Let go of the array of the message that an end has given up; its ring will be stopped.
+
+    1 if RDMA devices may still read or write the array, `given_up`, else 0.
+    """
     carrier = carrier_at(address)
     count = lock_all(carrier)
-    wire = wire_at(record)
+    wire, used = wire_at(record), 0
     if wire.ring != 0:
         place = wire.number % PLACES
         ring, producer = wire.geometry, wire.producer != 0
-        entry_of(wire, finished(wire), producer).offer = 0
+        entry = entry_of(wire, finished(wire), producer)
+        if entry.offer != 0 and in_use(wire):
+            wire.given_up[0], wire.given_up[1], used = entry.offer, entry.message.nbytes, 1
+        entry.offer = 0
         store_release(address_of(wire.direct, "message"), 0)
         places = ring.lanes * ring.slots
         for i in range(carrier.rail_count):
@@ -206,7 +214,7 @@ def _withdraw(address: int, record: int) -> int:
             if not slots <= load(wire.sources + 8 * slot) < slots + places * ring.slot_bytes:
                 store(wire.owners + 8 * slot, NOBODY)  # if its rail is lost, it is not sent again
     unlock_all(carrier, count)
-    return 0
+    return used
 
 
 def _attach(address: int, record: int, place: int) -> int:

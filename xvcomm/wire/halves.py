@@ -20,6 +20,7 @@ from xvcomm.errors import ResourceError
 from xvcomm.memory.ring import ABORT, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.system.notice import notice
+from xvcomm.wire.arrays import Arrays
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.links import Link
 from xvcomm.wire.wires import Offer, WireEnd
@@ -93,11 +94,14 @@ class Halves:
 
     Args:
         cards: may read and write the slots; None without RDMA.
+        arrays: that are registered.
         link: the link of a number.
     """
 
-    def __init__(self, carrier: Carrier, cards: Cards | None, link: Callable[[int], Link]) -> None:
-        self._carrier, self._cards, self._link = carrier, cards, link
+    def __init__(
+        self, carrier: Carrier, cards: Cards | None, arrays: Arrays, link: Callable[[int], Link]
+    ) -> None:  # fmt: skip
+        self._carrier, self._cards, self._arrays, self._link = carrier, cards, arrays, link
         self._lock = threading.RLock()  # reentrant, because a signal handler may close at any point
         self._known: set[int] = set()  # names of the rings of which there is a half, or is about to be
         self._early: dict[int, tuple[RingEnd, int]] = {}
@@ -136,11 +140,16 @@ class Halves:
             self._carrier.add_wire(wire)
             undo.pop_all()
         end.carrier, end.begun = self._carrier.address, self._carrier.look
-        end.gave_up = partial(self._carrier.withdraw, wire)
+        end.gave_up = partial(self._give_up, wire)
         end.carried = partial(self._carried, wire)
         end.told = lambda: wire.settled() or self._link(link).gone
         end.dispose = partial(self._linger, wire, memory, end)
         return end
+
+    def _give_up(self, wire: WireEnd) -> None:
+        """See `RingEnd.gave_up`."""
+        if (array := self._carrier.withdraw(wire)) is not None:
+            self._arrays.revoke(*array)
 
     def _carried(self, wire: WireEnd) -> dict[int, dict[str, int]]:
         """See `RingEnd.carried`."""

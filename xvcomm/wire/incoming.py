@@ -18,9 +18,9 @@ from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason
 from xvcomm.trace.contract import agree
 from xvcomm.trace.format import HEAD_WORDS
 from xvcomm.trace.recorder import extent, may_ask
-from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
+from xvcomm.wire.counters import entry_of, head_of, tail_of
+from xvcomm.wire.frames import ARRAY_WORDS, HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import await_copy
-from xvcomm.wire.outgoing import entry_of, head_of, tail_of
 from xvcomm.wire.records import (
     ANSWERS,
     ARRIVED,
@@ -42,7 +42,9 @@ from xvcomm.wire.records import (
 )
 from xvcomm.wire.shares import count_slot
 
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED, _ = map(int, Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED, _, _ARRAY, _ = map(
+    int, Kind
+)
 _FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
 PROTOCOL = -1000
@@ -135,6 +137,8 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         return False  # all slots of such a message have arrived
     if frame.number < 0 or frame.number > frame.entry.message.nbytes - frame.length:
         return False
+    if rail.slot_placed != 0 and frame.entry.number != wire.advertised:
+        return False
     place = lane * ring.slots + number % ring.slots
     owner = load(wire.owners + 8 * place)
     if owner == ARRIVED:
@@ -146,6 +150,11 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         slower.slot_data = 0
     store(wire.owners + 8 * place, 1 + rail_index)
     rail.slot_data = _target(wire, frame, place)
+    if rail.slot_placed != 0 and wire.direct.message != frame.entry.number:
+        rail.slot_data = 0  # the message was given up
+        return True
+    if rail.slot_placed != 0 and number < wire.direct.first[lane]:
+        return False
     return rail.slot_data != 0
 
 
@@ -185,6 +194,23 @@ def _credit(wire: Any, frame: Any) -> bool:
             store_release(tail_of(wire, lane), _word(frame, lane))
     if frame.number > load(wire.ring + CONSUMED):
         store_release(wire.ring + CONSUMED, frame.number)
+    return True
+
+
+@register_jitable
+def _learn_array(wire: Any, frame: Any) -> bool:
+    """Note the array that the consumer has advertised for a message; False if it cannot be one of the next messages."""
+    number, ours = frame.entry.number, wire.direct
+    # As with credits, `wire.message` may still be the message before.
+    if wire.producer == 0 or frame.length != 8 * ARRAY_WORDS or number < 1 or number > wire.message + 2:
+        return False
+    if _word(frame, 0) <= 0 or frame.entry.message.nbytes < 1:
+        return False
+    if number >= ours.message:  # else it has come late, over another rail
+        wire.array, wire.array_message = _word(frame, 0), frame.entry.message
+        for device in range(MAX_DEVICES):
+            wire.array_keys[device] = _word(frame, 1 + device)
+        store_release(address_of(ours, "message"), number)
     return True
 
 
@@ -338,6 +364,8 @@ def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
         return 0 if good else REFUSED
     if kind == _CREDIT:
         return 0 if _credit(wire, frame) else REFUSED
+    if kind == _ARRAY:
+        return 0 if _learn_array(wire, frame) else REFUSED
     if kind == _STOP:
         return NEWS if _stop(wire, frame) else REFUSED
     if kind == _STOPPED:

@@ -18,6 +18,7 @@ from typing import Any
 from xvcomm.abc.cards import Cards, Pair
 from xvcomm.abc.transport import PairTrial, Path, Rail
 from xvcomm.errors import AuthenticationError, ResourceError
+from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
 from xvcomm.system.notice import notice
@@ -27,6 +28,7 @@ from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import RDMA, Ends, Route
 from xvcomm.wire import handshake, pair_trials
+from xvcomm.wire.arrays import Arrays
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
@@ -87,7 +89,8 @@ class Network:
         self._parted: set[int] = set()
         self._lock = threading.Lock()
         self._closing = math.inf
-        self._halves = Halves(self.carrier, cards, self._of_number.__getitem__)
+        self._arrays = Arrays(self.carrier, cards)
+        self._halves = Halves(self.carrier, cards, self._arrays, self._of_number.__getitem__)
         self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -122,6 +125,10 @@ class Network:
         if self._asynchronous:
             found.await_rails(deadline)
         return self._halves.open(found.number, name, layout, group=group, peer=peer, producer=producer)
+
+    def register(self, array: ArrayView) -> contextlib.ExitStack:
+        """See `Transport.register`."""
+        return self._arrays.add(array)
 
     def enter(self, group: int) -> None:
         """See `Transport.enter`."""
@@ -258,6 +265,7 @@ class Network:
         for link in self._links.values():
             link.pairs.give_back(until)
         self._halves.close()
+        self._arrays.close()
         self.carrier.close()
         for link in self._links.values():
             link.close()

@@ -14,60 +14,27 @@ from typing import Any
 
 from xvcomm.jit.atomics import load, load_acquire, store, store_release
 from xvcomm.jit.inline import register_jitable
-from xvcomm.jit.record import address_of, compiled_at
-from xvcomm.memory.ring import (
-    ABORT,
-    CONSUMED,
-    COUNTERS,
-    LEDGER,
-    LEDGER_ENTRY,
-    LINE,
-    Reason,
-    chunk_bytes,
-    lanes_used,
-    part_bytes,
-)
+from xvcomm.jit.record import address_of
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason, chunk_bytes, lanes_used, part_bytes
 from xvcomm.trace.recorder import following, quote
+from xvcomm.wire.counters import entry_of, finished, head_of, tail_of
 from xvcomm.wire.delivery import another_is_sooner, look
-from xvcomm.wire.frames import HEADER, MAX_DEVICES, OPEN_WORDS, Kind
+from xvcomm.wire.frames import ARRAY_WORDS, HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
+from xvcomm.wire.regions import advertise
 from xvcomm.wire.shares import count_slot
 from xvcomm.wire.sockets import BLOCKED, send
 
-_entry_at = compiled_at(LEDGER_ENTRY)
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
 _part_bytes = register_jitable(part_bytes)
-_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _, _FAILED, _ = map(int, Kind)
+_OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _, _FAILED, _, _ARRAY, _ = map(
+    int, Kind
+)
 _LEFT = int(Reason.LEFT)
 
 SEND_BYTES = 128 << 10
 """Bytes that a rail sends before the other rails have their turn."""
-
-
-@register_jitable
-def head_of(wire: Any, lane: int) -> int:
-    """Address of a lane's count of produced slots."""
-    return wire.ring + COUNTERS + 2 * lane * LINE
-
-
-@register_jitable
-def tail_of(wire: Any, lane: int) -> int:
-    """Address of a lane's count of consumed slots."""
-    return head_of(wire, lane) + LINE
-
-
-@register_jitable
-def entry_of(wire: Any, message: int, producer: bool) -> Any:
-    """An end's entry for a message in the ledger."""
-    return _entry_at(wire.ring + wire.geometry.ledger, message % LEDGER + (0 if producer else LEDGER))
-
-
-@register_jitable
-def finished(wire: Any) -> int:
-    """How many messages this side's end of the ring has finished."""
-    turn = load_acquire(wire.turn)
-    return turn if turn >= 0 else -1 - turn
 
 
 @register_jitable
@@ -210,6 +177,7 @@ def _send_slot(rail: Any, rail_index: int, wire: Any, lane: int, number: int) ->
     store(wire.owners + 8 * place, 1 + rail_index)
     frame = frame_at(wire.frames, place)
     count_slot(wire, rail, frame.entry.number, frame.length)
+    rail.out_again = 0
     _offer(rail, wire.frames + place * HEADER, load(wire.sources + 8 * place))
 
 
@@ -223,6 +191,7 @@ def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
             if load(wire.owners + 8 * place) == AGAIN:
                 if not _flies(wire, place):
                     _send_slot(rail, rail_index, wire, lane, number)
+                    rail.out_again = 1
                     rail.repeated += 1
                     return True
                 left = 1
@@ -323,7 +292,7 @@ def _send_data(rail: Any, rail_index: int, link: Any, wire: Any) -> bool:
 
 
 @register_jitable
-def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, place: int, idle: bool) -> bool:
+def _choose_of(carrier: Any, rail: Any, rail_index: int, link: Any, wire: Any, place: int, idle: bool) -> bool:
     """Let a rail send a frame of a wire, if it has any for this rail."""
     if wire.ring == 0:
         return False
@@ -342,6 +311,11 @@ def _choose_of(rail: Any, rail_index: int, link: Any, wire: Any, place: int, idl
             return True
         if wire.producer == 0 and _credit_due(wire, idle):
             _send_credit(rail, wire)
+            return True
+        if carrier.region_count > 0 and wire.producer == 0 and advertise(carrier, link, wire, rail):
+            frame = _control(rail, _ARRAY, wire.there, 0, ARRAY_WORDS)
+            frame.entry.number = wire.advertised
+            frame.entry.message = entry_of(wire, wire.advertised - 1, False).message
             return True
     if wire.there < 0 or wire.producer == 0 or not _carries(link, rail, wire):
         return False
@@ -398,7 +372,7 @@ def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
     for _ in range(count):
         place = load(link.wires + 8 * link.next)
         link.next = (link.next + 1) % count
-        if _choose_of(rail, rail_index, link, wire_at(load(carrier.wires + 8 * place)), place, idle):
+        if _choose_of(carrier, rail, rail_index, link, wire_at(load(carrier.wires + 8 * place)), place, idle):
             return True
     if link.leave == 1 and (rail.rdma != 0 or link.rdma_rails == 0):
         link.leave = 2

@@ -1,8 +1,8 @@
 """Compiled code that sends and receives frames over a rail of RDMA.
 
 A frame goes by a SEND into the next buffer that the other side has posted. A slot's payload goes before it, by a WRITE into the
-ring there, on the same queue pair: so it is there when the frame is received. Every frame tells how many the sender has received
-and handled: so many buffers it has posted again, and so many frames more may be sent.
+ring there, or into the consumer's array, on the same queue pair: so it is there when the frame is received. Every frame tells how
+many the sender has received and handled: so many buffers it has posted again, and so many frames more may be sent.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from xvcomm.jit.atomics import copy_bytes, load, store, store_release
 from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
+from xvcomm.trace.contract import agree
 from xvcomm.wire.frames import BUFFER_BYTES, BUFFERS, CONTROL_BYTES, HEADER, SHORT_BYTES, Kind
 from xvcomm.wire.incoming import NEWS, PROTOCOL, REFUSED, end_slot, handle
 from xvcomm.wire.locks import begin_copy, end_copy, enter_rail, leave_rail
 from xvcomm.wire.outgoing import choose_frame
 from xvcomm.wire.records import FLIGHTS, flight_at, frame_at, rail_at, rdma_at, wire_at
+from xvcomm.wire.regions import key_of
 from xvcomm.wire.verbs import completions_at, failed, flush, offer, post, queue_at, room, send, send_inline, take, write
 from xvcomm.wire.visibility import make_visible
 
 BROKEN = -1001
 """Failure of `take_frames` and `post_frames`: a request has failed; the queue pair's record says why."""
 
-_SLOT, _TAKEN, _WRITTEN = int(Kind.SLOT), int(Kind.TAKEN), int(Kind.WRITTEN)
+_SLOT, _TAKEN, _WRITTEN, _PLACED = int(Kind.SLOT), int(Kind.TAKEN), int(Kind.WRITTEN), int(Kind.PLACED)
 _KEPT = 2
 """Buffers of the other side that are kept for TAKEN, which frees others."""
 _OWED = BUFFERS // 2
@@ -68,24 +70,41 @@ def _by_write(wire: Any, nbytes: int) -> bool:
 
 
 @register_jitable
-def _write_slot(carrier: Any, rdma: Any, queue: Any, rail: Any, frame: Any) -> None:
-    """Add the WRITE of a slot to the chain."""
+def _takes(wire: Any, rdma: Any, rail: Any, frame: Any) -> bool:
+    """Whether a slot's payload goes into the array that the consumer has advertised: at most once, and never after a rail that
+    had the slot was lost, since the consumer may have it, and be done with the array.
+    """
+    if wire.direct.message != frame.entry.number or not agree(wire.array_message, frame.entry.message):
+        return False
+    return bool(rail.out_again == 0 and wire.apart == 0 and wire.array_keys[rdma.there] != 0)
+
+
+@register_jitable
+def _write_slot(carrier: Any, rdma: Any, queue: Any, rail: Any, frame: Any) -> int:
+    """Add the WRITE of a slot to the chain; the kind of its frame."""
     wire = wire_at(load(carrier.wires + 8 * rail.out_wire))
     ring = wire.geometry
     place = frame.lane * ring.slots + frame.slot % ring.slots
     offset = place * ring.slot_bytes
-    here = wire.slots + offset
-    if rail.out_data != here:  # a message that goes from its array, which is not registered
-        copy_bytes(here, rail.out_data, frame.length)
-        store(wire.sources + 8 * place, here)
-    there = wire.slots_there + offset
-    write(queue, here, wire.keys[rdma.device], there, wire.keys_there[rdma.there], frame.length)
+    here, key = wire.slots + offset, wire.keys[rdma.device]
+    if rail.out_data != here:  # a message that goes from its array
+        own = key_of(carrier, rail.out_data - frame.number, frame.entry.message.nbytes, rdma.device)
+        if own != 0:
+            here, key, wire.read = rail.out_data, own, frame.entry.number
+        else:
+            copy_bytes(here, rail.out_data, frame.length)
+            store(wire.sources + 8 * place, here)
+    there, there_key, kind = wire.slots_there + offset, wire.keys_there[rdma.there], _WRITTEN
+    if _takes(wire, rdma, rail, frame):
+        there, there_key, kind = wire.array + frame.number, wire.array_keys[rdma.there], _PLACED
+    write(queue, here, key, there, there_key, frame.length)
     flight = flight_at(rdma.flights, rdma.next % FLIGHTS)
     flight.request, flight.wire = queue.posted + queue.filled, rail.out_wire
-    flight.place, flight.bytes = place, frame.length
+    flight.place, flight.bytes, flight.source = place, frame.length, here
     rdma.next += 1
     rdma.flying += frame.length
     store(wire.flights + 8 * place, load(wire.flights + 8 * place) + 1)
+    return kind
 
 
 @register_jitable
@@ -94,8 +113,8 @@ def _stage(carrier: Any, rdma: Any, queue: Any, rail: Any) -> int:
     frame = frame_at(rail.out)
     nbytes = frame.length
     if frame.kind == _SLOT and _by_write(wire_at(load(carrier.wires + 8 * rail.out_wire)), nbytes):
-        _write_slot(carrier, rdma, queue, rail, frame)
-        _fill(rdma, queue, _WRITTEN, rail.out, 0, 0)
+        kind = _write_slot(carrier, rdma, queue, rail, frame)
+        _fill(rdma, queue, kind, rail.out, 0, 0)
     else:
         _fill(rdma, queue, frame.kind, rail.out, rail.out_data, nbytes)
     rail.out = 0
@@ -154,13 +173,15 @@ def _land(carrier: Any, rdma: Any, until: int) -> None:
 
 @register_jitable
 def _take_slot(carrier: Any, rail: Any, frame: Any, written: bool) -> None:
-    """Publish a slot that has come: its payload is in the ring already, or behind the frame."""
+    """Publish a slot that has come: its payload is in the array or the ring already, or behind the frame."""
     nbytes, data = rail.slot_left, rail.slot_data
     rail.slot_left = 0
     if data != 0:
         wire = wire_at(load(carrier.wires + 8 * rail.slot_wire))
         source = address_of(frame, "kind") + HEADER
-        if written:
+        if rail.slot_placed != 0:
+            source = data
+        elif written:
             ring = wire.geometry
             place = rail.slot_lane * ring.slots + rail.slot_number % ring.slots
             source = wire.slots + place * ring.slot_bytes
@@ -191,7 +212,8 @@ def take_frames(carrier: Any, rail: Any, rail_index: int) -> int:
         if known < rdma.known or known > rdma.sent:
             return PROTOCOL
         rdma.known = known
-        written = frame.kind == _WRITTEN
+        rail.slot_placed = 1 if frame.kind == _PLACED else 0
+        written = frame.kind == _WRITTEN or frame.kind == _PLACED
         if written:
             frame.kind = _SLOT
         if frame.kind != _SLOT and (frame.length < 0 or frame.length > CONTROL_BYTES):

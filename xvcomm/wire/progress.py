@@ -22,8 +22,9 @@ from xvcomm.jit.compile import compiling, kernel, native
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.wire.changes import lose_rail
+from xvcomm.wire.counters import finished
 from xvcomm.wire.locks import enter_rail, leave_rail, lock, try_rail, unlock
-from xvcomm.wire.outgoing import finished, send_frames
+from xvcomm.wire.outgoing import send_frames
 from xvcomm.wire.posting import post_frames, take_frames
 from xvcomm.wire.receiving import receive_frames
 from xvcomm.wire.records import (

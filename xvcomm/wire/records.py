@@ -10,7 +10,7 @@ import numpy as np
 
 from xvcomm.jit.record import compiled_at, python_type
 from xvcomm.memory.ring import CARRIER as MOVERS
-from xvcomm.memory.ring import DIRECT, GEOMETRY, MAX_LANES
+from xvcomm.memory.ring import DIRECT, GEOMETRY, MAX_LANES, MESSAGE
 from xvcomm.trace.format import HEAD_WORDS, MOST_PARTS, RECORD_BYTES
 from xvcomm.types.route import MAX_RAILS
 from xvcomm.wire.frames import BUFFERS, CONTROL_BYTES, FRAME, HEADER, MAX_DEVICES, OPEN_WORDS
@@ -53,6 +53,7 @@ FLIGHT = np.dtype([
     ("wire", "i8"),  # place in the table
     ("place", "i8"),  # of the slot
     ("bytes", "i8"),
+    ("source", "i8"),  # address
 ])  # fmt: skip
 """A WRITE of a slot that was posted and has not ended."""
 
@@ -127,6 +128,7 @@ RAIL = np.dtype([
     ("out", "i8"),  # address of its header; 0: none
     ("out_data", "i8"),
     ("out_wire", "i8"),  # of SLOT: the wire's place in the table
+    ("out_again", "i8"),  # of SLOT: whether a lost rail had it before
     ("out_size", "i8"),  # bytes of header and payload, and how many are sent
     ("out_at", "i8"),
     ("header", FRAME),  # of frames other than SLOT
@@ -138,6 +140,7 @@ RAIL = np.dtype([
     ("slot_data", "i8"),  # where they go; 0: nowhere
     ("gathered_at", "i8"),  # when the socket is looked at again, if many bytes of the slot are to come
     ("slot_wire", "i8"),  # place in the table
+    ("slot_placed", "i8"),  # whether its bytes were written into the consumer's array before
     ("slot_lane", "i8"),
     ("slot_number", "i8"),
     ("slot_message", "i8"),  # of the slot: number of its message, from 1 on, and its bytes
@@ -221,7 +224,14 @@ WIRE = np.dtype([
     ("apart_there", "i8"),  # of the slots there, as OPEN has said: the same, their address, 0: not registered; and rkeys
     ("slots_there", "i8"),
     ("keys_there", "i8", MAX_DEVICES),
-    ("direct", DIRECT),  # consumer
+    ("direct", DIRECT),
+    ("array", "i8"),  # producer: of the message `direct.message`, as ARRAY has said: address, rkeys, its description
+    ("array_keys", "i8", MAX_DEVICES),
+    ("array_message", MESSAGE),
+    ("read", "i8"),  # producer: number of the newest message, from 1 on, whose array a device reads
+    ("looked", "i8"),  # consumer: the same of the newest one whose array was looked up; of the newest that was advertised
+    ("advertised", "i8"),
+    ("given_up", "i8", 2),  # address and bytes of a message's array that was given up, and that devices may still use
     ("begun", "i8", MAX_LANES),  # consumer: 1 + number of the newest slot of which anything has arrived
     ("waits", "i8"),  # consumer: number of the newest message, from 1 on, whose sender waits for its credit
     ("frames", "i8"),  # producer: address of a FRAME for each slot
@@ -272,6 +282,17 @@ ANSWER = np.dtype([
 ])  # fmt: skip
 """A TELL that has come."""
 
+REGIONS = 1024
+"""Most arrays that are registered at a time."""
+
+REGION = np.dtype([
+    ("address", "i8"),  # 0: not in use
+    ("bytes", "i8"),
+    ("keys", "i8", MAX_DEVICES),  # lkey and rkey on each device, 0: not on this one
+    ("given", "i8", MAX_DEVICES),
+])  # fmt: skip
+"""An array that RDMA devices may read and write."""
+
 HELPER = np.dtype([
     ("resting", "i8"),  # whether it sleeps until `wake` is raised
     ("wake", "i8"),  # eventfd
@@ -303,6 +324,8 @@ CARRIER = np.dtype([
     ("answer_count", "i8"),
     ("failures", "i8"),  # address of FAILURES failures, and how many there are
     ("failure_count", "i8"),
+    ("regions", "i8"),  # address of REGIONS regions, and how many were in use at a time
+    ("region_count", "i8"),
     ("recorder", "i8"),  # `Recorder.handle` of this process, or 0
     ("sink", "i8"),  # where bytes go that are not wanted
     ("poll", "i8"),  # address of struct pollfd[1 + number of rails]
@@ -315,6 +338,7 @@ CARRIER = np.dtype([
 
 frame_at, tls_at, flight_at, rdma_at, share_at = map(compiled_at, (FRAME, TLS, FLIGHT, RDMA, SHARE))
 rail_at, link_at, wire_at = map(compiled_at, (RAIL, LINK, WIRE))
-offer_at, answer_at, failure_at, helper_at, carrier_at = map(compiled_at, (OFFER, ANSWER, FAILURE, HELPER, CARRIER))
+offer_at, answer_at, failure_at = map(compiled_at, (OFFER, ANSWER, FAILURE))
+region_at, helper_at, carrier_at = map(compiled_at, (REGION, HELPER, CARRIER))
 Tls, Rdma, Rail, Link, Wire, Carrier = map(python_type, (TLS, RDMA, RAIL, LINK, WIRE, CARRIER))
 SINK_BYTES = 1 << 16

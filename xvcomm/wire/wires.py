@@ -100,8 +100,7 @@ class WireEnd:
         if offer is not None:
             self.record.apart_there = offer.apart
             self.record.slots_there, self.record.keys_there[:] = offer.slots_address, offer.keys
-        if not end.producer:
-            end.direct = self.address + Wire.direct.offset
+        end.direct = self.address + Wire.direct.offset
 
     def settled(self) -> bool:
         """See `changes.is_settled`."""

@@ -189,9 +189,23 @@ static void drop(struct kept **at)
     free(found);
 }
 
+static pthread_rwlock_t using = PTHREAD_RWLOCK_INITIALIZER;
+
+void fabric_begin(void)
+{
+    pthread_rwlock_rdlock(&using);
+}
+
+void fabric_end(void)
+{
+    pthread_rwlock_unlock(&using);
+}
+
 void fabric_deregister(struct fabric *fabric, uint32_t key)
 {
+    pthread_rwlock_wrlock(&using);
     __atomic_store_n(&fabric->shared->region[(key >> 8) % REGIONS].key, 0, __ATOMIC_RELEASE);
+    pthread_rwlock_unlock(&using);
     pthread_mutex_lock(&keeping);
     for (struct kept **at = &kept; *at;)
         if ((*at)->key == key)

@@ -56,7 +56,12 @@ void fabric_unlock(struct shared_pair *shared);
 /* The key under which memory can be sent and written, or 0 if there is no room. */
 uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
                          uint32_t gpu, uint32_t needs_write);
+/* Returns once no request of this process uses the memory any more. */
 void fabric_deregister(struct fabric *fabric, uint32_t key);
+
+/* Around a request that looks regions up and copies. */
+void fabric_begin(void);
+void fabric_end(void);
 
 /* Where this process reaches an address of a region, or null if the key does not permit these bytes. */
 char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64_t bytes);

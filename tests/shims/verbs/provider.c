@@ -164,7 +164,7 @@ static void deliver(struct device *device, struct shared_pair *peer, const struc
 /* Let a request arrive, if its end is connected; an ibv_wc_status, or one of the two below. */
 enum { UNCONNECTED = 1000, STARVED };
 
-static uint32_t carry(struct device *device, struct shared_pair *shared, const struct request *request)
+static uint32_t carry_out(struct device *device, struct shared_pair *shared, const struct request *request)
 {
     char *from = (char *)request->bytes;
     uint32_t bytes = request->part.length, status = SUCCESS;
@@ -191,6 +191,14 @@ static uint32_t carry(struct device *device, struct shared_pair *shared, const s
         }
     }
     fabric_unlock(peer);
+    return status;
+}
+
+static uint32_t carry(struct device *device, struct shared_pair *shared, const struct request *request)
+{
+    fabric_begin();
+    uint32_t status = carry_out(device, shared, request);
+    fabric_end();
     return status;
 }
 
