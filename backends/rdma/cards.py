@@ -151,17 +151,17 @@ class Registration:
 
     scratch = 0
 
-    def __init__(self, domains: Sequence[Domain], address: int, nbytes: int) -> None:
+    def __init__(self, domains: Sequence[Domain], address: int, nbytes: int, iova: int) -> None:
         """Register memory with all devices that answer, or with none.
 
         Raises:
             ResourceError: see `register_all`.
         """
-        self.address = address
+        self.address = iova or address
         with contextlib.ExitStack() as undo:
 
             def register(domain: Domain) -> Any:
-                region = domain.register(address, nbytes, ordered=False)  # a frame tells of what was written
+                region = domain.register(address, nbytes, iova=iova, ordered=False)  # a frame tells of what was written
                 undo.callback(domain.release, region)
                 return region
 
@@ -255,9 +255,9 @@ class RdmaCards:
         names = ", ".join(domain.name for domain in self._domains)
         raise ResourceError("; ".join([f"no active port of {names} has a GID of the address {address}", *silent]))
 
-    def register(self, address: int, nbytes: int) -> Registration:
+    def register(self, address: int, nbytes: int, iova: int = 0) -> Registration:
         """See `abc.cards.Cards.register`."""
-        return Registration(self._domains, address, nbytes)
+        return Registration(self._domains, address, nbytes, iova)
 
     def pair(self, address: str) -> RailPair:
         """See `abc.cards.Cards.pair`."""

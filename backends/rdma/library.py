@@ -40,6 +40,7 @@ def libibverbs() -> Any:
         ("ibv_create_qp", address, [address, address]),
         ("ibv_modify_qp", number, [address, address, number]),
         ("ibv_destroy_qp", number, [address]),
+        ("ibv_reg_mr_iova2", address, [address, address, ctypes.c_size_t, word, ctypes.c_uint]),
         ("ibv_reg_dmabuf_mr", address, [address, word, word, word, number, number]),
         ("ibv_dereg_mr", number, [address]),
         ("ibv_get_async_event", number, [address, address]),

@@ -1,12 +1,14 @@
 """Queue pairs of a device: what is made once, before compiled code posts and polls.
 
-pyverbs opens the device and registers memory. It does not give away the addresses of queue pairs and completion queues, so these
-are made by libibverbs itself.
+pyverbs opens the device. It does not give away the addresses of queue pairs and completion queues, and registers memory at its
+own address only, so these are made by libibverbs itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,24 +92,25 @@ class Remote:
     lid: int = 0
 
 
-class DmaBufRegion:
-    """Memory that was registered by its dma-buf; pyverbs' class registers it at address 0.
+class MemoryRegion:
+    """Registered memory; pyverbs' classes register it at its own address or at 0 only.
 
     Attributes:
         lkey, rkey: see `abc.cards.Keys`.
     """
 
-    def __init__(self, domain: Domain, descriptor: int, address: int, nbytes: int, access: int) -> None:
-        self._device = domain.name
-        made = libibverbs().ibv_reg_dmabuf_mr(domain.domain, 0, nbytes, address, descriptor, access)
-        self._address = checked(f"region of a dma-buf of {nbytes} bytes", domain.name, made)
-        layout.check_fields("a region", self._address, layout.REGION, context=domain.context, pd=domain.domain)
-        record = layout.at(self._address, layout.REGION)
+    def __init__(self, domain: Domain, made: int) -> None:
+        """`made`: address of the structure."""
+        self._device, self._address = domain.name, made
+        layout.check_fields("a region", made, layout.REGION, context=domain.context, pd=domain.domain)
+        record = layout.at(made, layout.REGION)
         self.lkey, self.rkey = int(record["lkey"]), int(record["rkey"])
 
     def close(self) -> None:
-        """Register it no more."""
-        check("give a region back", self._device, libibverbs().ibv_dereg_mr(self._address))
+        """Register it no more. Idempotent."""
+        made, self._address = self._address, 0
+        if made:
+            check("give a region back", self._device, libibverbs().ibv_dereg_mr(made))
 
 
 class Domain:
@@ -147,10 +150,13 @@ class Domain:
             self.close()
             raise
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
-        """Let the device read memory, and the other ends' devices write to it; pyverbs' region, with `lkey` and `rkey`.
+    def register(
+        self, address: int, nbytes: int, *, iova: int = 0, readable: bool = False, ordered: bool = True
+    ) -> MemoryRegion:
+        """Let the device read memory, and the other ends' devices write to it.
 
         Args:
+            iova: see `abc.cards.Cards.register`.
             readable: whether the other ends may read it, too.
             ordered: whether what is written must come in order; else a completion alone tells that it is there.
 
@@ -158,15 +164,16 @@ class Domain:
             ResourceError: the device or a limit refuses.
         """
 
-        def made(access: int) -> Any:
-            try:
-                return pyverbs("mr").MR(self._domain, nbytes, access, address=address)
-            except pyverbs("pyverbs_error").PyverbsError as error:
-                raise ResourceError(f"{self.name} does not register {nbytes} bytes: {error}; {REGISTERING}") from error
+        def made(access: int) -> MemoryRegion:
+            region = libibverbs().ibv_reg_mr_iova2(self.domain, address, nbytes, iova or address, access)
+            if not region:
+                reason = os.strerror(ctypes.get_errno())
+                raise ResourceError(f"{self.name} does not register {nbytes} bytes: {reason}; {REGISTERING}")
+            return MemoryRegion(self, region)
 
         return self._hold(made, _access(readable), ordered=ordered)
 
-    def register_dma_buf(self, descriptor: int, address: int, nbytes: int, *, ordered: bool = True) -> DmaBufRegion:
+    def register_dma_buf(self, descriptor: int, address: int, nbytes: int, *, ordered: bool = True) -> MemoryRegion:
         """Let the device and the other ends' devices read and write a GPU's memory, of which the driver has given a dma-buf.
 
         Args:
@@ -176,8 +183,9 @@ class Domain:
             ResourceError: the device, its driver or the kernel refuses.
         """
 
-        def made(access: int) -> DmaBufRegion:
-            return DmaBufRegion(self, descriptor, address, nbytes, access)
+        def made(access: int) -> MemoryRegion:
+            region = libibverbs().ibv_reg_dmabuf_mr(self.domain, 0, nbytes, address, descriptor, access)
+            return MemoryRegion(self, checked(f"region of a dma-buf of {nbytes} bytes", self.name, region))
 
         return self._hold(made, _access(readable=True), ordered=ordered)
 

@@ -119,7 +119,7 @@ class TcpTransport(Transport):
             member, _number(group, name), half, deadline, group=group, peer=peer, producer=producer
         )
 
-    def register(self, array: ArrayView) -> contextlib.ExitStack:
+    def register(self, array: ArrayView) -> Callable[[], None]:
         return super().register(array) if self.network is None else self.network.register(array)
 
     def announce(self) -> None:

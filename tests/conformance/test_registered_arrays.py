@@ -10,6 +10,7 @@ import pytest
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.errors import ArrayError, ClosedError
+from xvcomm.memory.dlpack import Managed, pointer_of
 from xvcomm.testing import World
 
 
@@ -39,6 +40,20 @@ def nonsense(comm: Communicator) -> None:
         comm.register(np.zeros((4, 4))[:, 1])
 
 
+class GpuArray:
+    """An array of an NVIDIA GPU, as frameworks show it by DLPack; nobody looks into its memory."""
+
+    def __dlpack__(self, **_: object) -> object:
+        tensor = np.zeros(4).__dlpack__()
+        Managed.from_address(pointer_of(tensor, b"dltensor")).tensor.device_type = 2
+        return tensor
+
+
+def in_a_gpu(comm: Communicator) -> None:
+    with pytest.raises(ArrayError, match=r"in the memory of a GPU \(cuda:0\).*register arrays in host memory only"):
+        comm.register(GpuArray())
+
+
 def closed(comm: Communicator) -> None:
     made = comm.subgroup([comm.rank], "alone")
     held = made.register(np.zeros(9))
@@ -58,6 +73,6 @@ def in_a_child(comm: Communicator) -> None:
     held.close()
 
 
-@pytest.mark.parametrize("what", [messages, nonsense, closed, in_a_child])
+@pytest.mark.parametrize("what", [messages, nonsense, in_a_gpu, closed, in_a_child])
 def test_registering(ranks: World, what: object) -> None:
     ranks.run(what)

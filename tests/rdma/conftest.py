@@ -2,6 +2,7 @@
 HOST_INDEX.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -104,6 +105,15 @@ def fresh(tmp_path_factory):
     """A function that names a new file at each call."""
     folder, numbers = tmp_path_factory.mktemp("fabrics"), itertools.count()
     return lambda: folder / str(next(numbers))
+
+
+@pytest.fixture
+def make(fake_verbs, fresh):
+    """A function that makes two networks over the fake provider, and a ring between them: see `registered.make`."""
+    import registered
+
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: registered.make(stack, fake_verbs, fresh(), **how)
 
 
 def load(name):

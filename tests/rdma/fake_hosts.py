@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -12,6 +13,7 @@ from cards import FakeCards
 
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.config import Config
+from xvcomm.memory.readers import view
 from xvcomm.memory.ring import Message, Reason, RingLayout
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8
@@ -77,6 +79,12 @@ class Hosts:
             )
             for index in (source, 1 - source)
         ]
+
+    def register(self, index, array):
+        """Register an array at one end; leaving the block, or closing it, ends that."""
+        held = contextlib.ExitStack()
+        held.callback(self.networks[index].register(view(array)))
+        return held
 
     def rails(self, index=0):
         """Numbers of the rails that are up."""

@@ -52,7 +52,9 @@ class FakeDomain:
         """Its port."""
         return Device(self.name, ports(self.name))
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
+    def register(
+        self, address: int, nbytes: int, *, iova: int = 0, readable: bool = False, ordered: bool = True
+    ) -> Any:  # fmt: skip
         """It registers no memory."""
         raise ResourceError(f"{self.name} does not register {nbytes} bytes")
 
@@ -192,7 +194,9 @@ class TwoPorts(FakeDomain):
             raise ResourceError(f"{self.name} does not tell its ports: No such device")
         return Device(self.name, tuple(self.ports.values()))
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
+    def register(
+        self, address: int, nbytes: int, *, iova: int = 0, readable: bool = False, ordered: bool = True
+    ) -> Any:  # fmt: skip
         """Memory with keys that no other device has."""
         self.ordered.append(ordered)
         if self.removed or self.refuses:

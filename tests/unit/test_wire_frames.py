@@ -192,6 +192,7 @@ def frames_of(sizes):
         found.append(frame(Kind.PING, 0, number=1 + index))
     found.append(frame(Kind.CREDIT, PRODUCER, payload=words(0, 0)))
     found.append(frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(1, message(9))))
+    found.append(frame(Kind.ARRAY, PRODUCER, entry=(1, message(0))))
     found.append(frame(Kind.SLOT, CLOSED, payload=b"late", entry=(1, message(4))))
     found.append(frame(Kind.ASK, 0, slot=3, number=1))
     found.append(frame(Kind.TELL, 0, number=1, payload=words(3, 9)))
@@ -304,6 +305,8 @@ def test_random_bytes(data):
         frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(1, message(0))),
         frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(3, message(9))),
         frame(Kind.ARRAY, PRODUCER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(0, message(9))),
+        frame(Kind.ARRAY, PRODUCER, entry=(3, message(0))),
+        frame(Kind.ARRAY, CONSUMER, entry=(1, message(0))),
         frame(Kind.PLACED, CONSUMER, number=0, entry=(1, message(8))),
         frame(Kind.WRITTEN, CONSUMER, number=0, entry=(1, message(8))),
         frame(Kind.ASK, 0, number=1, slot=129),
@@ -322,6 +325,16 @@ def test_a_slot_beyond_the_array():
     first = frame(Kind.SLOT, CONSUMER, 0, 0, 0, bytes(100), (1, message(ARRAY_BYTES)))
     wrong = frame(Kind.SLOT, CONSUMER, 0, 1, ARRAY_BYTES, bytes(100), (1, message(1 << 20)))
     assert run(encode([first, wrong]))[2][0] != UP
+
+
+def test_an_array_that_is_withdrawn_before_it_is_advertised():
+    """The frames have come over different rails: the later one counts, and so does that of the next message."""
+    with Receiver() as receiver:
+        known = receiver.wires[PRODUCER].record.direct
+        keys = words(PAGE, *range(MAX_DEVICES))
+        for number, payload, told in ((1, b"", 0), (1, keys, 0), (2, keys, 2), (1, b"", 2), (2, b"", 0), (2, keys, 0)):
+            receiver.feed(encode([frame(Kind.ARRAY, PRODUCER, payload=payload, entry=(number, message(9)))]))
+            assert receiver.rail.state == UP and known.message == told
 
 
 def test_frames_for_an_earlier_ring_in_the_place():

@@ -45,7 +45,7 @@ class Registered(Protocol):
     """Memory that the devices may read and write.
 
     Attributes:
-        address: of its first byte.
+        address: by which devices find its first byte.
         keys: on each device.
         scratch: address of a word in it that means nothing, where the GPU sees what devices write only after a WRITE there, see
             `visibility`; else 0.
@@ -156,8 +156,11 @@ class Cards(Protocol):
             ResourceError: no port has it at the moment.
         """
 
-    def register(self, address: int, nbytes: int) -> Registered:
+    def register(self, address: int, nbytes: int, iova: int = 0) -> Registered:
         """Let all devices read and write memory, and the other sides' devices write to it.
+
+        Args:
+            iova: by which devices find its first byte, at the same place within a page; 0: by `address`.
 
         Raises:
             ResourceError: a device or a limit refuses.

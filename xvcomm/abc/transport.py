@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,16 +234,17 @@ class Transport(ABC):
             StoreError, DeadlineExceeded: the other end cannot be found.
         """
 
-    def register(self, array: ArrayView) -> contextlib.ExitStack:
+    def register(self, array: ArrayView) -> Callable[[], None]:
         """Let RDMA devices, if it uses some, send from an array of host memory, and receive into it, without a copy.
 
         Returns:
-            What ends that when it is closed, after what is under way. Until then, or `close`, the array is kept alive.
+            What ends that, after what is under way. Until then, or `close`, the array's memory is kept. Idempotent; returns when
+            it has ended, whoever has begun that.
 
         Raises:
             ResourceError: a device or a limit refuses; says what to do.
         """
-        return contextlib.ExitStack()
+        return lambda: None
 
     def announce(self) -> None:  # noqa: B027 - ranks that share memory need nothing
         """Publish again how this rank is reached: another store has taken the place of `Membership.store`, and is empty.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from xvcomm.errors import ClosedError
+from xvcomm.errors import ArrayError, ClosedError
 from xvcomm.memory.readers import view
 
 if TYPE_CHECKING:
@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 class Registration:
     """What `Communicator.register` returns; leaving its `with` block closes it. Thread-safe."""
 
-    def __init__(self, held: contextlib.ExitStack) -> None:
-        self._held = held
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+
+    def add(self, end: Callable[[], None]) -> None:
+        """Let `close` call what deregisters the array with one transport."""
+        self._ends.append(end)
 
     def close(self) -> None:
-        """Register the array no more. Idempotent.
+        """Register the array no more. Idempotent; of several threads none returns before that is done.
 
-        Waits for messages under way that use it, but no longer than ten seconds; then they go on through the ring.
+        Waits for messages under way that use it, but no longer than ten seconds; they go on through the ring.
         """
-        self._held.close()
+        for end in self._ends:
+            end()
 
     def __enter__(self) -> Self:
         return self
@@ -50,23 +55,32 @@ class Registering:
         that fits the ring, see `XVCOMM_WIRE_SLOTS`, goes on without its receiver, through the ring, unless that waits already.
         Worth it for arrays that are used many times: registering locks their memory, page by page.
 
-        Without RDMA, on one host, and for arrays in a GPU's memory this does nothing, successfully: a program can always call it.
+        Without RDMA and on one host this does nothing, successfully: a program can always call it.
 
-        The array is kept alive until the registration is closed, or the job is; after `grow` has taken newcomers in, register it
-        again. Its memory must not be given back or mapped anew meanwhile, as by `torch.Tensor.resize_`: the devices would keep
-        the old pages. Arrays may overlap. In a forked child nothing is registered; before Linux 5.12 it does not have the
-        registered pages at all.
+        Register arrays again after a call with them has failed, and after `shrink` and `grow`. The memory is kept until the
+        registration is closed, or the job is, even if the array takes another one (`torch.Tensor.set_`). What gives it back
+        (`torch.Tensor.resize_`) must not be called meanwhile: the devices would keep the old pages. Arrays may overlap. In a
+        forked child nothing is registered; before Linux 5.12 it does not have the registered pages at all.
 
         Raises:
-            ArrayError, DTypeError: not a contiguous array.
+            ArrayError, DTypeError: not a contiguous array, or one in a GPU's memory.
             ResourceError: a device or a limit of memory refuses; says what to do.
             ClosedError: this communicator was closed, or another one has taken its place.
         """
         found = view(array)
         if closed := self._context.lifecycle.closed:
             raise ClosedError(f"register {closed}", rank=self.rank)
-        with contextlib.ExitStack() as undo:
-            if found.device == "host":
-                for transport in self._context.session.transports:
-                    undo.enter_context(transport.register(found))
-            return Registration(undo.pop_all())
+        if found.device != "host":
+            raise ArrayError(
+                f"an array in the memory of a GPU ({found.device}:{found.index}) is not registered: its messages go through "
+                "rings in that memory, which RDMA devices reach already (Device-Direct); register arrays in host memory only",
+                rank=self.rank,
+            )
+        made = Registration()
+        try:
+            for transport in self._context.session.transports:
+                made.add(transport.register(found))
+        except BaseException:
+            made.close()
+            raise
+        return made

@@ -248,6 +248,14 @@ def _refused(kind: type, error: Exception) -> ArrayError:
     return ArrayError(f"{kind.__name__} does not show its memory: {reason}; pass a dense array that holds data")
 
 
+def owner(found: ArrayView) -> Any:
+    """What keeps an array's memory, also if the array is given another one (torch's `set_`): its capsule, or numpy's array."""
+    x = found.array
+    if found.keep is not None or not hasattr(x, "__dlpack__"):
+        return found.keep
+    return _capsule(x.detach() if hasattr(x, "detach") else x, {})  # torch gives the memory to another tensor
+
+
 def is_functional(x: Any) -> bool:
     """Whether the framework's arrays never change (JAX): results are then new arrays."""
     return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -6,13 +6,12 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from xvcomm.abc.cards import Keys, Pair
+from xvcomm.abc.cards import Pair, Registered
 from xvcomm.errors import ResourceError
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Question
@@ -21,7 +20,7 @@ from xvcomm.wire.changes import choose, land, lose, put, report, retire, take, u
 from xvcomm.wire.posting import drain, greet, greeted
 from xvcomm.wire.progress import assist, progress_address, run, wake_address
 from xvcomm.wire.records import OF_LINK, PLACES, SINK_BYTES, Link, Rail, Rdma
-from xvcomm.wire.regions import busy, registered_address
+from xvcomm.wire.regions import registered_address, release
 from xvcomm.wire.tls import Channel
 from xvcomm.wire.verbs import Queue
 from xvcomm.wire.wires import Need, Offer, WireEnd, WireTable
@@ -269,32 +268,32 @@ class Carrier:
         with self._lock:  # so that no ring is unmapped meanwhile
             return self._wires.moved(link)
 
-    def withdraw(self, wire: WireEnd) -> tuple[int, int] | None:
-        """Touch the array no more of a message that was given up; its address and bytes if RDMA devices may still use it."""
-        used = withdraw(self.address, wire.address)
-        return (int(wire.record.given_up[0]), int(wire.record.given_up[1])) if used else None
+    def withdraw(self, wire: WireEnd) -> int:
+        """Touch the array no more of a message that was given up; its address if RDMA devices may still use it, else 0."""
+        return int(withdraw(self.address, wire.address))
 
-    def put_region(self, index: int, address: int, nbytes: int, keys: Sequence[Keys]) -> None:
-        """Let RDMA devices use an array for messages, by their keys. `index`: of a region that is not in use."""
+    def put_region(self, index: int, address: int, nbytes: int, registered: Registered) -> None:
+        """Let RDMA devices use an array for messages. `index`: of a region that is not in use."""
         region = self._regions[index]
-        region["bytes"], region["keys"], region["given"] = nbytes, 0, 0
-        for device, key in enumerate(keys):
+        region["bytes"], region["iova"], region["closing"], region["keys"], region["given"] = (
+            nbytes, registered.address, 0, 0, 0
+        )  # fmt: skip
+        for device, key in enumerate(registered.keys):
             region["keys"][device], region["given"][device] = key
-        place = self._region(index)
         self._put(self._record, "region_count", max(index + 1, int(self._record.region_count)))
-        put(self.address, place, address)
+        put(self.address, self._region(index), address)
 
-    def drop_region(self, index: int) -> bool:
-        """Let new slots of messages not use an array any more; whether they did."""
-        return bool(put(self.address, self._region(index), 0))
+    def release_region(self, index: int) -> bool:
+        """Let new slots of messages not use an array any more; whether devices use it no more either."""
+        return not release(self.address, index)
+
+    def drop_region(self, index: int) -> None:
+        """Forget an array, which is about to be deregistered."""
+        put(self.address, self._region(index), 0)
 
     def _region(self, index: int) -> int:
         """Where a region's address is."""
         return int(self._regions.ctypes.data) + index * self._regions.itemsize
-
-    def uses(self, address: int, nbytes: int) -> bool:
-        """Whether messages or WRITEs under way use memory."""
-        return bool(busy(self.address, address, nbytes))
 
     def detach(self, wire: WireEnd, *, anyway: bool = True) -> bool:
         """Stop to mirror a ring, if it is settled or in any case; whether its memory may be unmapped: no rail sends from there.

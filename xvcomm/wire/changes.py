@@ -20,10 +20,12 @@ from xvcomm.wire.posting import land_all
 from xvcomm.wire.records import (
     AGAIN,
     DOWN,
+    DUE,
     KNOWN,
     NOBODY,
     OF_LINK,
     PLACES,
+    SENT,
     TOLD,
     UNTOLD,
     UNUSED,
@@ -33,7 +35,6 @@ from xvcomm.wire.records import (
     rail_at,
     wire_at,
 )
-from xvcomm.wire.regions import in_use
 
 FULL, FULL_LINK = -1, -2
 """Results of `attach` where a process, or two of them with each other, have no room for one more ring."""
@@ -81,8 +82,10 @@ def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
             wire.open = 2
         if wire.producer != 0:
             wire.entries = 0
+            store_release(address_of(wire.direct, "message"), 0)  # what is left of a message goes through the ring
         else:
-            wire.credited = wire.looked = 0
+            wire.credited = 0
+            wire.withdrawal = DUE if wire.withdrawal == SENT else wire.withdrawal
             for lane in range(wire.geometry.lanes):
                 wire.sent[lane] = 0
         if wire.stop == TOLD:
@@ -185,18 +188,16 @@ def _drop(address: int, index: int) -> int:
 def _withdraw(address: int, record: int) -> int:
     """Let go of the array of the message that an end has given up; its ring will be stopped.
 
-    1 if RDMA devices may still read or write the array, `given_up`, else 0.
+    The array's address, if it was offered, else 0: RDMA devices may still read or write it.
     """
     carrier = carrier_at(address)
     count = lock_all(carrier)
-    wire, used = wire_at(record), 0
+    wire, array = wire_at(record), 0
     if wire.ring != 0:
         place = wire.number % PLACES
         ring, producer = wire.geometry, wire.producer != 0
         entry = entry_of(wire, finished(wire), producer)
-        if entry.offer != 0 and in_use(wire):
-            wire.given_up[0], wire.given_up[1], used = entry.offer, entry.message.nbytes, 1
-        entry.offer = 0
+        array, entry.offer = entry.offer, 0
         store_release(address_of(wire.direct, "message"), 0)
         places = ring.lanes * ring.slots
         for i in range(carrier.rail_count):
@@ -214,7 +215,7 @@ def _withdraw(address: int, record: int) -> int:
             if not slots <= load(wire.sources + 8 * slot) < slots + places * ring.slot_bytes:
                 store(wire.owners + 8 * slot, NOBODY)  # if its rail is lost, it is not sent again
     unlock_all(carrier, count)
-    return used
+    return array
 
 
 def _attach(address: int, record: int, place: int) -> int:

@@ -16,7 +16,8 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | TELL | of the question; `slot`: how many frames follow | the rank's `Life`; the time there; a part, if there is one |
 | WRITTEN | over RDMA: a SLOT whose bytes were written into the ring before | none behind the header; `length` as of SLOT |
 | TAKEN | none | none: only what goes with every frame over RDMA, see `posting` |
-| ARRAY | none; the header has the description of the message that is received | see `ARRAY_WORDS` |
+| ARRAY | none; the header has the description of the message that is received | see `ARRAY_WORDS`, or none: the array is \
+withdrawn, or, from the producer, used no more |
 | PLACED | over RDMA: a SLOT whose bytes were written into the consumer's array before | as of WRITTEN |
 | FAILED | name of the receiver's queue pair; `slot`: of the sender's, which has failed; `lane`: 1 if this is an answer | none |
 """
@@ -79,7 +80,7 @@ receiver's rank there, or -1; whether the slots are in a GPU's memory, where the
 devices, or 0 if RDMA devices may not write to them."""
 
 ARRAY_WORDS = 1 + MAX_DEVICES
-"""Words of the payload of ARRAY: address of the registered array that the message goes into, and its rkey on each of the
-consumer's devices."""
+"""Words of the payload of ARRAY: by which address devices find the registered array that the message goes into, and its rkey on
+each of the consumer's devices."""
 
 assert np.little_endian

@@ -148,8 +148,8 @@ class Halves:
 
     def _give_up(self, wire: WireEnd) -> None:
         """See `RingEnd.gave_up`."""
-        if (array := self._carrier.withdraw(wire)) is not None:
-            self._arrays.revoke(*array)
+        if array := self._carrier.withdraw(wire):
+            self._arrays.revoke(array)
 
     def _carried(self, wire: WireEnd) -> dict[int, dict[str, int]]:
         """See `RingEnd.carried`."""

@@ -24,10 +24,12 @@ from xvcomm.wire.locks import await_copy
 from xvcomm.wire.records import (
     ANSWERS,
     ARRIVED,
+    CONFIRMED,
     FAILURES,
     HEARD,
     KEPT_ANSWERS,
     KNOWN,
+    NO,
     NOBODY,
     OF_LINK,
     PLACES,
@@ -40,6 +42,7 @@ from xvcomm.wire.records import (
     rail_at,
     wire_at,
 )
+from xvcomm.wire.regions import begin_direct
 from xvcomm.wire.shares import count_slot
 
 _OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED, _, _ARRAY, _ = map(
@@ -105,12 +108,11 @@ def _target(wire: Any, frame: Any, place: int) -> int:
     lane, number, direct = frame.lane, frame.entry.number, wire.direct
     ours = entry_of(wire, number - 1, False)
     offered = load_acquire(address_of(ours, "number")) == number and ours.offer != 0
-    if offered and direct.message != number and agree(ours.message, frame.entry.message):
-        for i in range(wire.geometry.lanes):
-            direct.first[i] = wire.begun[i]
-        store_release(address_of(direct, "message"), number)
+    takes = offered and agree(ours.message, entry_of(wire, number - 1, True).message)
+    if takes and direct.message != number:
+        begin_direct(wire, number)
     wire.begun[lane] = max(wire.begun[lane], frame.slot + 1)
-    if direct.message == number and frame.slot >= direct.first[lane]:
+    if takes and frame.slot >= direct.first[lane]:
         return ours.offer + frame.number if frame.number + frame.length <= ours.message.nbytes else 0
     return wire.slots + place * wire.geometry.slot_bytes
 
@@ -150,12 +152,12 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
         slower.slot_data = 0
     store(wire.owners + 8 * place, 1 + rail_index)
     rail.slot_data = _target(wire, frame, place)
-    if rail.slot_placed != 0 and wire.direct.message != frame.entry.number:
+    if rail.slot_placed == 0:
+        return rail.slot_data != 0
+    if wire.direct.message != frame.entry.number:
         rail.slot_data = 0  # the message was given up
         return True
-    if rail.slot_placed != 0 and number < wire.direct.first[lane]:
-        return False
-    return rail.slot_data != 0
+    return bool(rail.slot_data == entry_of(wire, frame.entry.number - 1, False).offer + frame.number)
 
 
 @register_jitable
@@ -198,19 +200,28 @@ def _credit(wire: Any, frame: Any) -> bool:
 
 
 @register_jitable
-def _learn_array(wire: Any, frame: Any) -> bool:
-    """Note the array that the consumer has advertised for a message; False if it cannot be one of the next messages."""
-    number, ours = frame.entry.number, wire.direct
+def _hear_array(wire: Any, frame: Any) -> bool:
+    """Note that an array was advertised, withdrawn, or is used no more; False if its message cannot be one of the next ones."""
+    number, direct = frame.entry.number, wire.direct
+    if wire.producer == 0:
+        if number == wire.advertised and wire.withdrawal != NO:
+            wire.withdrawal = CONFIRMED
+        return bool(frame.length == 0 and number <= wire.advertised)
     # As with credits, `wire.message` may still be the message before.
-    if wire.producer == 0 or frame.length != 8 * ARRAY_WORDS or number < 1 or number > wire.message + 2:
+    if number < 1 or number > wire.message + 2:
         return False
-    if _word(frame, 0) <= 0 or frame.entry.message.nbytes < 1:
+    if frame.length == 0:
+        wire.withdrawn, wire.confirm = max(wire.withdrawn, number), 1
+        if direct.message <= number:
+            store_release(address_of(direct, "message"), 0)
+        return True
+    if frame.length != 8 * ARRAY_WORDS or _word(frame, 0) <= 0 or frame.entry.message.nbytes < 1:
         return False
-    if number >= ours.message:  # else it has come late, over another rail
+    if number >= direct.message and number > wire.withdrawn:  # else it has come late, over another rail
         wire.array, wire.array_message = _word(frame, 0), frame.entry.message
         for device in range(MAX_DEVICES):
             wire.array_keys[device] = _word(frame, 1 + device)
-        store_release(address_of(ours, "message"), number)
+        store_release(address_of(direct, "message"), number)
     return True
 
 
@@ -365,7 +376,7 @@ def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
     if kind == _CREDIT:
         return 0 if _credit(wire, frame) else REFUSED
     if kind == _ARRAY:
-        return 0 if _learn_array(wire, frame) else REFUSED
+        return 0 if _hear_array(wire, frame) else REFUSED
     if kind == _STOP:
         return NEWS if _stop(wire, frame) else REFUSED
     if kind == _STOPPED:

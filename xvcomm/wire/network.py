@@ -126,7 +126,7 @@ class Network:
             found.await_rails(deadline)
         return self._halves.open(found.number, name, layout, group=group, peer=peer, producer=producer)
 
-    def register(self, array: ArrayView) -> contextlib.ExitStack:
+    def register(self, array: ArrayView) -> Callable[[], None]:
         """See `Transport.register`."""
         return self._arrays.add(array)
 

@@ -21,7 +21,7 @@ from xvcomm.wire.counters import entry_of, finished, head_of, tail_of
 from xvcomm.wire.delivery import another_is_sooner, look
 from xvcomm.wire.frames import ARRAY_WORDS, HEADER, MAX_DEVICES, OPEN_WORDS, Kind
 from xvcomm.wire.locks import begin_copy, end_copy
-from xvcomm.wire.records import AGAIN, TOLD, UNTOLD, frame_at, link_at, wire_at
+from xvcomm.wire.records import AGAIN, DUE, SENT, TOLD, UNTOLD, frame_at, link_at, wire_at
 from xvcomm.wire.regions import advertise
 from xvcomm.wire.shares import count_slot
 from xvcomm.wire.sockets import BLOCKED, send
@@ -171,6 +171,26 @@ def _send_credit(rail: Any, wire: Any) -> None:
 
 
 @register_jitable
+def _send_array(carrier: Any, rail: Any, link: Any, wire: Any) -> bool:
+    """Advertise the consumer's array, withdraw it, or confirm that; False if none of these is due."""
+    if wire.producer != 0:
+        if wire.confirm == 0 or any_flies(wire):
+            return False
+        _control(rail, _ARRAY, wire.there, 0, 0).entry.number = wire.withdrawn
+        wire.confirm = 0
+        return True
+    if wire.withdrawal == DUE:
+        _control(rail, _ARRAY, wire.there, 0, 0).entry.number = wire.advertised
+        wire.withdrawal = SENT
+        return True
+    if carrier.region_count == 0 or not advertise(carrier, link, wire, rail):
+        return False
+    entry = _control(rail, _ARRAY, wire.there, 0, ARRAY_WORDS).entry
+    entry.number, entry.message = wire.advertised, entry_of(wire, wire.advertised - 1, False).message
+    return True
+
+
+@register_jitable
 def _send_slot(rail: Any, rail_index: int, wire: Any, lane: int, number: int) -> None:
     ring = wire.geometry
     place = lane * ring.slots + number % ring.slots
@@ -312,12 +332,9 @@ def _choose_of(carrier: Any, rail: Any, rail_index: int, link: Any, wire: Any, p
         if wire.producer == 0 and _credit_due(wire, idle):
             _send_credit(rail, wire)
             return True
-        if carrier.region_count > 0 and wire.producer == 0 and advertise(carrier, link, wire, rail):
-            frame = _control(rail, _ARRAY, wire.there, 0, ARRAY_WORDS)
-            frame.entry.number = wire.advertised
-            frame.entry.message = entry_of(wire, wire.advertised - 1, False).message
+        if _send_array(carrier, rail, link, wire):
             return True
-    if wire.there < 0 or wire.producer == 0 or not _carries(link, rail, wire):
+    if wire.there < 0 or wire.producer == 0 or wire.confirm != 0 or not _carries(link, rail, wire):
         return False
     rail.out_wire = place
     return _send_data(rail, rail_index, link, wire)

@@ -18,8 +18,8 @@ from xvcomm.wire.frames import BUFFER_BYTES, BUFFERS, CONTROL_BYTES, HEADER, SHO
 from xvcomm.wire.incoming import NEWS, PROTOCOL, REFUSED, end_slot, handle
 from xvcomm.wire.locks import begin_copy, end_copy, enter_rail, leave_rail
 from xvcomm.wire.outgoing import choose_frame
-from xvcomm.wire.records import FLIGHTS, flight_at, frame_at, rail_at, rdma_at, wire_at
-from xvcomm.wire.regions import key_of
+from xvcomm.wire.records import FLIGHTS, flight_at, frame_at, rail_at, rdma_at, region_at, wire_at
+from xvcomm.wire.regions import find_region
 from xvcomm.wire.verbs import completions_at, failed, flush, offer, post, queue_at, room, send, send_inline, take, write
 from xvcomm.wire.visibility import make_visible
 
@@ -86,21 +86,23 @@ def _write_slot(carrier: Any, rdma: Any, queue: Any, rail: Any, frame: Any) -> i
     ring = wire.geometry
     place = frame.lane * ring.slots + frame.slot % ring.slots
     offset = place * ring.slot_bytes
-    here, key = wire.slots + offset, wire.keys[rdma.device]
-    if rail.out_data != here:  # a message that goes from its array
-        own = key_of(carrier, rail.out_data - frame.number, frame.entry.message.nbytes, rdma.device)
-        if own != 0:
-            here, key, wire.read = rail.out_data, own, frame.entry.number
+    here, key, source = wire.slots + offset, wire.keys[rdma.device], rail.out_data
+    if source != here:  # a message that goes from its array
+        index = find_region(carrier, source - frame.number, frame.entry.message.nbytes)
+        if index >= 0 and region_at(carrier.regions, index).keys[rdma.device] != 0:
+            region = region_at(carrier.regions, index)
+            here, key = region.iova + source - region.address, region.keys[rdma.device]
         else:
-            copy_bytes(here, rail.out_data, frame.length)
+            copy_bytes(here, source, frame.length)
             store(wire.sources + 8 * place, here)
+            source = here
     there, there_key, kind = wire.slots_there + offset, wire.keys_there[rdma.there], _WRITTEN
     if _takes(wire, rdma, rail, frame):
         there, there_key, kind = wire.array + frame.number, wire.array_keys[rdma.there], _PLACED
     write(queue, here, key, there, there_key, frame.length)
     flight = flight_at(rdma.flights, rdma.next % FLIGHTS)
     flight.request, flight.wire = queue.posted + queue.filled, rail.out_wire
-    flight.place, flight.bytes, flight.source = place, frame.length, here
+    flight.place, flight.bytes, flight.source = place, frame.length, source
     rdma.next += 1
     rdma.flying += frame.length
     store(wire.flights + 8 * place, load(wire.flights + 8 * place) + 1)

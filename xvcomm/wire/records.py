@@ -53,7 +53,7 @@ FLIGHT = np.dtype([
     ("wire", "i8"),  # place in the table
     ("place", "i8"),  # of the slot
     ("bytes", "i8"),
-    ("source", "i8"),  # address
+    ("source", "i8"),  # address here of what it sends
 ])  # fmt: skip
 """A WRITE of a slot that was posted and has not ended."""
 
@@ -228,10 +228,11 @@ WIRE = np.dtype([
     ("array", "i8"),  # producer: of the message `direct.message`, as ARRAY has said: address, rkeys, its description
     ("array_keys", "i8", MAX_DEVICES),
     ("array_message", MESSAGE),
-    ("read", "i8"),  # producer: number of the newest message, from 1 on, whose array a device reads
+    ("withdrawn", "i8"),  # producer: number of the newest message whose array was withdrawn; whether to confirm that
+    ("confirm", "i8"),
     ("looked", "i8"),  # consumer: the same of the newest one whose array was looked up; of the newest that was advertised
     ("advertised", "i8"),
-    ("given_up", "i8", 2),  # address and bytes of a message's array that was given up, and that devices may still use
+    ("withdrawal", "i8"),  # consumer: of the latter: see below
     ("begun", "i8", MAX_LANES),  # consumer: 1 + number of the newest slot of which anything has arrived
     ("waits", "i8"),  # consumer: number of the newest message, from 1 on, whose sender waits for its credit
     ("frames", "i8"),  # producer: address of a FRAME for each slot
@@ -246,6 +247,8 @@ WIRE = np.dtype([
 
 # WIRE.stop
 UNTOLD, TOLD, KNOWN, HEARD = 0, 1, 2, 3
+# WIRE.withdrawal
+NO, DUE, SENT, CONFIRMED = 0, 1, 2, 3
 # words at WIRE.owners: the sender's rail that carries a slot, or the receiver's that receives it, as 1 + its index
 NOBODY, AGAIN, ARRIVED = 0, -1, -2
 
@@ -288,6 +291,8 @@ REGIONS = 1024
 REGION = np.dtype([
     ("address", "i8"),  # 0: not in use
     ("bytes", "i8"),
+    ("iova", "i8"),  # by which devices find it
+    ("closing", "i8"),  # whether no new slot may use it
     ("keys", "i8", MAX_DEVICES),  # lkey and rkey on each device, 0: not on this one
     ("given", "i8", MAX_DEVICES),
 ])  # fmt: skip

@@ -28,7 +28,8 @@ def _offer(queue, count):
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-def _no_completions(queue: int, most: int, batch: int) -> int:
+def _nothing(queue: int, most: int, batch: int) -> int:
+    """Of a completion queue that is polled, or armed."""
     return 0
 
 
@@ -37,17 +38,23 @@ def _address(function: Any) -> int:
 
 
 class _Registered:
-    """Memory that all fake devices reach."""
+    """Memory that all fake devices reach.
 
-    scratch = 0
+    Attributes:
+        closed: whether they do so no more.
+    """
 
-    def __init__(self, fabric: Fabric, address: int, nbytes: int) -> None:
-        self._fabric, self._key, self.address = fabric, fabric.register(address, nbytes), address
+    scratch, closed = 0, False
+
+    def __init__(self, fabric: Fabric, address: int, nbytes: int, iova: int = 0) -> None:
+        self._fabric, self._key, self.address = fabric, fabric.register(address, nbytes, iova=iova), iova or address
         self.keys = [Keys(self._key, self._key)]
 
     def close(self, *, in_use: bool = False) -> None:
-        """See `abc.cards.Registered`."""
-        self._fabric.deregister(self._key)
+        """See `abc.cards.Registered`. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._fabric.deregister(self._key)
 
 
 class _GpuMemory:
@@ -90,7 +97,7 @@ class FakeCardPair:
         self.fake.receive_into(self.inbox, self.outbox_key, BUFFER_BYTES, BUFFERS)
         self.number, self.queue, self.completions = self.fake.number, self.fake.address, completions.address
         self.fd, self.peer, self.closed = completions.fd, 0, False
-        self._poll = completions.record.poll
+        self._calls = completions.record.poll, completions.record.notify
         self.loopback = Loopback(*self._join_with_itself(fabric, device)) if direct else Loopback()
         self.description = _HALF.pack(self.number)
         self.where = f"fake queue pair {self.number}"
@@ -116,11 +123,13 @@ class FakeCardPair:
 
     def hang(self) -> None:
         """Let the device answer nothing any more."""
-        self.hung, self._completions.record.poll = True, _address(_no_completions)
+        self.hung, record = True, self._completions.record
+        record.poll = record.notify = _address(_nothing)
 
     def answer(self) -> None:
         """Let it answer again, also what it was asked meanwhile."""
-        self.hung, self._completions.record.poll = False, self._poll
+        self.hung, record = False, self._completions.record
+        record.poll, record.notify = self._calls
         if self.failed:
             self.fake.fail()
 
@@ -172,9 +181,9 @@ class FakeCards:
         """See `abc.cards.Cards`."""
         return QueueEnd(f"fake{self._seed}", 1, address)
 
-    def register(self, address: int, nbytes: int) -> _Registered:
+    def register(self, address: int, nbytes: int, iova: int = 0) -> _Registered:
         """See `abc.cards.Cards`."""
-        return _Registered(self.fabric, address, nbytes)
+        return _Registered(self.fabric, address, nbytes, iova)
 
     @property
     def has_direct(self) -> bool:

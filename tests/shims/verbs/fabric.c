@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -11,6 +12,8 @@
 
 struct shared {
     uint32_t devices, pairs, regions; /* how many there have been */
+    uint32_t locked;                  /* whether a process takes an index of a region, or gives one back */
+    uint32_t free, freed[REGIONS];    /* indices of regions that were given back, the last one first */
     struct shared_pair pair[PAIRS];
     struct region region[REGIONS];
 };
@@ -20,7 +23,7 @@ struct fabric {
     int32_t process;
     pthread_mutex_t lock; /* of `mapped` */
     struct { /* regions of other processes that this one has mapped */
-        uint32_t key;
+        uint32_t times;
         char *start;
         uint64_t bytes;
     } mapped[REGIONS];
@@ -93,15 +96,29 @@ void fabric_unlock(struct shared_pair *shared)
     pthread_mutex_unlock(&shared->lock);
 }
 
-uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
+static void enter(struct shared *shared)
+{
+    while (__atomic_exchange_n(&shared->locked, 1, __ATOMIC_ACQUIRE))
+        sched_yield();
+}
+
+static void leave(struct shared *shared)
+{
+    __atomic_store_n(&shared->locked, 0, __ATOMIC_RELEASE);
+}
+
+uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, uint64_t iova, const char *path, uint64_t offset,
                          uint32_t gpu, uint32_t needs_write)
 {
-    uint32_t index = 1 + __atomic_fetch_add(&fabric->shared->regions, 1, __ATOMIC_ACQ_REL);
+    struct shared *shared = fabric->shared;
+    enter(shared);
+    uint32_t index = shared->free ? shared->freed[--shared->free] : ++shared->regions;
+    leave(shared);
     if (index >= REGIONS || strlen(path) >= PATH_BYTES)
         return 0;
-    struct region *region = &fabric->shared->region[index];
-    *region = (struct region){
-        .process = fabric->process, .base = base, .bytes = bytes, .offset = offset, .gpu = gpu, .needs_write = needs_write};
+    struct region *region = &shared->region[index];
+    *region = (struct region){.times = region->times + 1, .process = fabric->process, .base = base, .bytes = bytes,
+                              .iova = iova, .offset = offset, .gpu = gpu, .needs_write = needs_write};
     strcpy(region->path, path);
     uint32_t key = index << 8 | 0x5a;
     __atomic_store_n(&region->key, key, __ATOMIC_RELEASE);
@@ -110,7 +127,7 @@ uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, c
 
 static char *map_region(struct fabric *fabric, uint32_t index, const struct region *region)
 {
-    if (fabric->mapped[index].key == region->key)
+    if (fabric->mapped[index].times == region->times)
         return fabric->mapped[index].start + region->offset;
     struct stat found;
     int fd = region->path[0] ? open(region->path, O_RDWR) : -1;
@@ -122,7 +139,9 @@ static char *map_region(struct fabric *fabric, uint32_t index, const struct regi
     close(fd);
     if (start == MAP_FAILED)
         return NULL;
-    fabric->mapped[index].key = region->key;
+    if (fabric->mapped[index].start)
+        munmap(fabric->mapped[index].start, fabric->mapped[index].bytes);
+    fabric->mapped[index].times = region->times;
     fabric->mapped[index].start = start;
     fabric->mapped[index].bytes = found.st_size;
     return fabric->mapped[index].start + region->offset;
@@ -134,7 +153,7 @@ char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64
     const struct region *region = &fabric->shared->region[index];
     if (key == 0 || __atomic_load_n(&region->key, __ATOMIC_ACQUIRE) != key)
         return NULL;
-    if (address < region->base || bytes > region->bytes || address - region->base > region->bytes - bytes)
+    if (address < region->iova || bytes > region->bytes || address - region->iova > region->bytes - bytes)
         return NULL;
     char *start = (char *)region->base;
     if (region->process != fabric->process || (region->gpu && region->path[0])) {
@@ -142,7 +161,7 @@ char *fabric_reach(struct fabric *fabric, uint32_t key, uint64_t address, uint64
         start = map_region(fabric, index, region);
         pthread_mutex_unlock(&fabric->lock);
     }
-    return start ? start + (address - region->base) : NULL;
+    return start ? start + (address - region->iova) : NULL;
 }
 
 static struct {
@@ -203,8 +222,10 @@ void fabric_end(void)
 
 void fabric_deregister(struct fabric *fabric, uint32_t key)
 {
+    struct shared *shared = fabric->shared;
+    uint32_t index = (key >> 8) % REGIONS;
     pthread_rwlock_wrlock(&using);
-    __atomic_store_n(&fabric->shared->region[(key >> 8) % REGIONS].key, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&shared->region[index].key, 0, __ATOMIC_RELEASE);
     pthread_rwlock_unlock(&using);
     pthread_mutex_lock(&keeping);
     for (struct kept **at = &kept; *at;)
@@ -213,6 +234,9 @@ void fabric_deregister(struct fabric *fabric, uint32_t key)
         else
             at = &(*at)->next;
     pthread_mutex_unlock(&keeping);
+    enter(shared);
+    shared->freed[shared->free++] = index;
+    leave(shared);
 }
 
 /* Keep bytes back. What another device has written to the same place before arrives there now at the latest. */

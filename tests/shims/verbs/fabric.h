@@ -28,8 +28,10 @@ struct shared_pair {
 
 struct region {
     uint32_t key; /* 0: not registered */
+    uint32_t times; /* how often it was registered: a key is used again */
     int32_t process;
     uint64_t base, bytes;
+    uint64_t iova; /* by which requests find the first byte */
     uint64_t offset;
     uint32_t gpu;         /* its number, from 1 on, or 0: host memory */
     uint32_t needs_write; /* see `fabric_put` */
@@ -53,8 +55,9 @@ int32_t fabric_process(const struct fabric *fabric);
 void fabric_lock(struct shared_pair *shared);
 void fabric_unlock(struct shared_pair *shared);
 
-/* The key under which memory can be sent and written, or 0 if there is no room. */
-uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, const char *path, uint64_t offset,
+/* The key under which memory can be sent and written, or 0 if there is no room: the one that was given back last, if there is one.
+ * Requests find its first byte by `iova`. */
+uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, uint64_t iova, const char *path, uint64_t offset,
                          uint32_t gpu, uint32_t needs_write);
 /* Returns once no request of this process uses the memory any more. */
 void fabric_deregister(struct fabric *fabric, uint32_t key);

@@ -60,7 +60,7 @@ def _load(library: Path) -> Any:
     for name, result, arguments in (
         ("fabric_open", pointer, [ctypes.c_char_p]),
         ("fabric_close", None, [pointer]),
-        ("fabric_register", half, [pointer, word, word, ctypes.c_char_p, word, half, half]),
+        ("fabric_register", half, [pointer, word, word, word, ctypes.c_char_p, word, half, half]),
         ("fabric_deregister", None, [pointer, half]),
         ("fabric_use_cuda", number, [pointer]),
         ("fake_open", pointer, [pointer, word, word]),
@@ -111,20 +111,22 @@ class Fabric:
         return self._devices[-1]
 
     def register(
-        self, address: int, nbytes: int, file: Path | None = None, offset: int = 0, *, gpu: int = 0, needs_write: bool = False
+        self, address: int, nbytes: int, file: Path | None = None, offset: int = 0, *, iova: int = 0, gpu: int = 0,
+        needs_write: bool = False,
     ) -> int:  # fmt: skip
-        """Permit that memory is sent and written; its key.
+        """Permit that memory is sent and written; its key, most often the one that was given back last.
 
         Args:
             address, nbytes: of the memory.
             file: in shared memory, whose mapping it is, if other processes write to it.
             offset: in the file.
+            iova: by which requests find its first byte; 0: by `address`.
             gpu: number of its GPU, from 1 on; 0: host memory. What a device has written there is seen only after a READ by the
                 same device, over a pair that is joined with itself.
             needs_write: it is seen only after a WRITE over such a pair, and a READ behind that.
         """
         path = os.fsencode(file or "")
-        key = self.calls.fabric_register(self._fabric, address, nbytes, path, offset, gpu, needs_write)
+        key = self.calls.fabric_register(self._fabric, address, nbytes, iova or address, path, offset, gpu, needs_write)
         assert key, "the fabric has no room for more regions"
         return int(key)
 

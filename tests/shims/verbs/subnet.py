@@ -186,12 +186,14 @@ class SubnetDomain:
             raise ResourceError(f"{self.name} does not tell its ports: No such device")
         return Device(self.name, (self._library.ends[self.name].port(),))
 
-    def register(self, address: int, nbytes: int, *, readable: bool = False, ordered: bool = True) -> Any:
+    def register(
+        self, address: int, nbytes: int, *, iova: int = 0, readable: bool = False, ordered: bool = True
+    ) -> Any:  # fmt: skip
         """Memory that its port reads and writes. A rail begins with its buffers, and has a device of its own."""
         if self.name in self._library.removed:
             raise ResourceError(f"{self.name} does not register {nbytes} bytes: No such device")
         self._library.attach(self._library.ends[self.name])
-        key = self._library.fabric.register(address, nbytes)
+        key = self._library.fabric.register(address, nbytes, iova=iova)
         return SimpleNamespace(lkey=key, rkey=key)
 
     def release(self, region: Any) -> bool:
