@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 #include "fabric.h"
 
 #include <dlfcn.h>
@@ -208,7 +209,8 @@ static void drop(struct kept **at)
     free(found);
 }
 
-static pthread_rwlock_t using = PTHREAD_RWLOCK_INITIALIZER;
+/* Whoever deregisters comes first: devices are polled all the time. */
+static pthread_rwlock_t using = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 
 void fabric_begin(void)
 {

@@ -62,7 +62,7 @@ uint32_t fabric_register(struct fabric *fabric, uint64_t base, uint64_t bytes, u
 /* Returns once no request of this process uses the memory any more. */
 void fabric_deregister(struct fabric *fabric, uint32_t key);
 
-/* Around a request that looks regions up and copies. */
+/* Around what looks regions up and copies. */
 void fabric_begin(void);
 void fabric_end(void);
 

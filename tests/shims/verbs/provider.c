@@ -164,7 +164,7 @@ static void deliver(struct device *device, struct shared_pair *peer, const struc
 /* Let a request arrive, if its end is connected; an ibv_wc_status, or one of the two below. */
 enum { UNCONNECTED = 1000, STARVED };
 
-static uint32_t carry_out(struct device *device, struct shared_pair *shared, const struct request *request)
+static uint32_t carry(struct device *device, struct shared_pair *shared, const struct request *request)
 {
     char *from = (char *)request->bytes;
     uint32_t bytes = request->part.length, status = SUCCESS;
@@ -191,14 +191,6 @@ static uint32_t carry_out(struct device *device, struct shared_pair *shared, con
         }
     }
     fabric_unlock(peer);
-    return status;
-}
-
-static uint32_t carry(struct device *device, struct shared_pair *shared, const struct request *request)
-{
-    fabric_begin();
-    uint32_t status = carry_out(device, shared, request);
-    fabric_end();
     return status;
 }
 
@@ -344,10 +336,11 @@ static void deliver_late(struct device *device)
 static void pass(struct device *device)
 {
     device->tick++;
+    if (!device->count && !device->late_count)
+        return;
+    fabric_begin();
     if (device->late_count)
         deliver_late(device);
-    if (!device->count)
-        return;
     uint32_t first = draw(device, device->count);
     for (uint32_t i = 0; i < device->count; i++) {
         struct pair *pair = device->pairs[(first + i) % device->count];
@@ -355,6 +348,7 @@ static void pass(struct device *device)
         while (turns-- && (receive_next(device, pair) | carry_next(device, pair) | end_next(device, pair)))
             ;
     }
+    fabric_end();
 }
 
 /* Whether the next request can only wait for the peer to post a receive. */
