@@ -62,6 +62,13 @@ FRAGMENTS = [
         "assert (gradients == comm.size**3).all()",
     ),
     Fragment(
+        "docs/rdma.md", "class RegisteredStage(", "numpy", "import itertools\n" + _COMM + _STAGE,
+        "from xvcomm import pipeline\nmade = RegisteredStage(comm, 3)\n"
+        "schedule = pipeline.build('1f1b', stages=comm.size, micro_batches=3)\n"
+        "losses = [pipeline.Pipeline(made, comm, schedule).run() for _ in range(2)]\n"
+        "assert losses[0] == losses[1] and len(losses[0]) == (3 if comm.rank == comm.size - 1 else 0)\nmade.held.close()",
+    ),
+    Fragment(
         "docs/concepts.md", "found = comm.probe()", "numpy",
         _COMM + _NEIGHBOURS + "comm.send(np.arange(3), right)", "assert buffer.tolist() == [0, 1, 2]",
     ),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import xvcomm
+from xvcomm import pipeline
 from xvcomm.abc.device import RingStalled
 from xvcomm.engine.session.rings import Use
 from xvcomm.memory.ring import Message
@@ -84,6 +85,44 @@ def test_collectives(comm):
             np.testing.assert_array_equal(x, 2 * (np.arange(MOST // 4) % 1000 + number) + 1)
             comm.all_gather(x, out=everything)
             np.testing.assert_array_equal(everything, np.tile(x, 2))
+
+
+class Scale:
+    """A stage of y = 2 x, whose receives go into buffers that are handed out in turn."""
+
+    input_spec = output_spec = ((1 << 20,), "float32")
+
+    def __init__(self, comm, micro_batches):
+        self.last, self.received = comm.rank == comm.size - 1, []
+        self.buffers = np.zeros((2 * micro_batches, 1 << 20), np.float32)
+        self.next = itertools.cycle(self.buffers)
+
+    def forward(self, x, micro_batch):
+        if x is None:
+            x = np.full(1 << 20, 1 + micro_batch, np.float32)
+        self.received.append(x)
+        return float(x.sum()) if self.last else 2 * x
+
+    def backward(self, dy, micro_batch):
+        self.received.append(dy)
+        return np.full(1 << 20, 9 + micro_batch, np.float32) if self.last else None
+
+    def empty(self, shape, dtype):
+        return next(self.next)
+
+
+def test_a_pipeline_that_registers_its_buffers_once(comm):
+    """Its losses and gradients are those of one that does not."""
+    stage = Scale(comm, 3)
+    pipe = pipeline.Pipeline(stage, comm, pipeline.build("1f1b", stages=2, micro_batches=3))
+    losses = [float(2 * (1 + m) << 20) for m in range(3)] if stage.last else []
+    with comm.register(stage.buffers):
+        for _ in range(3):
+            assert pipe.run() == losses
+    assert pipe.run() == losses
+    if not stage.last:
+        gradients = [dy for dy in stage.received if np.shares_memory(dy, stage.buffers)][-3:]
+        assert [set(dy.tolist()) for dy in gradients] == [{9.0}, {10.0}, {11.0}]
 
 
 def test_a_link_is_cut(comm):
