@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from xvcomm.errors import ArrayError, ClosedError
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
 class Registration:
     """What `Communicator.register` returns; leaving its `with` block closes it. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._ends: list[Callable[[], None]] = []
-
-    def add(self, end: Callable[[], None]) -> None:
-        """Let `close` call what deregisters the array with one transport."""
-        self._ends.append(end)
+    def __init__(self, ends: Sequence[Callable[[], None]]) -> None:
+        self._ends = ends  # what deregisters the array with each transport
 
     def close(self) -> None:
         """Register the array no more. Idempotent; of several threads none returns before that is done.
@@ -76,11 +73,10 @@ class Registering:
                 "rings in that memory, which RDMA devices reach already (Device-Direct); register arrays in host memory only",
                 rank=self.rank,
             )
-        made = Registration()
-        try:
+        ends: list[Callable[[], None]] = []
+        with contextlib.ExitStack() as undo:
             for transport in self._context.session.transports:
-                made.add(transport.register(found))
-        except BaseException:
-            made.close()
-            raise
-        return made
+                ends.append(transport.register(found))
+                undo.callback(ends[-1])
+            undo.pop_all()
+        return Registration(ends)
