@@ -301,7 +301,7 @@ def rejoin(store: Store, rank: int, config: Config, deadline: Deadline, on_close
             store.give_up()
 
     with (
-        contextlib.closing(Rounds("xvcomm-joining", look)),
+        contextlib.closing(Rounds(look)),
         contextlib.closing(PendingRequest(store, rank, config, deadline)) as request,
     ):
         while True:
