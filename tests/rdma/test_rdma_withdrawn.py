@@ -166,12 +166,17 @@ def test_closed_during_a_message(make, begun):
     receiving = awaited(hosts, producer, consumer, received)
     slots(consumer)[:] = 0
     if begun:
-        before = posted(hosts)
+        go_on, before = stall(hosts, 0), posted(hosts)
         sending = Moving(put, hosts.devices[0], producer, sent, 1)
-        until(lambda: posted(hosts) > before + 20)
-    for each in registered:
-        each.close()
-    if not begun:
+        until(lambda: posted(hosts) > before + 2)
+        closers = [Moving(each.close) for each in registered]
+        early = closers[1].ended(0.3)
+        go_on()
+        assert [closer.result() for closer in closers] == [None, None]
+        assert not early  # WRITEs into the array were under way
+    else:
+        for each in registered:
+            each.close()
         sending = Moving(put, hosts.devices[0], producer, sent, 1)
     assert receiving.result() is None and sending.result() is None
     np.testing.assert_array_equal(sent, received)
