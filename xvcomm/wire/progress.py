@@ -24,7 +24,6 @@ from xvcomm.jit.record import address_of
 from xvcomm.wire.changes import lose_rail
 from xvcomm.wire.counters import finished
 from xvcomm.wire.locks import enter_rail, leave_rail, lock, try_rail, unlock
-from xvcomm.wire.outgoing import send_frames
 from xvcomm.wire.posting import post_frames, take_frames
 from xvcomm.wire.receiving import receive_frames
 from xvcomm.wire.records import (
@@ -37,6 +36,7 @@ from xvcomm.wire.records import (
     rdma_at,
     wire_at,
 )
+from xvcomm.wire.sending import send_frames
 from xvcomm.wire.sockets import POLLIN, POLLOUT, polled_at, raise_event, take_event, wait
 from xvcomm.wire.verbs import arm, completions_at, take_events
 

@@ -18,6 +18,9 @@ from xvcomm.wire.frames import BUFFERS, CONTROL_BYTES, FRAME, HEADER, MAX_DEVICE
 EAGER = 1024
 """Bytes received at once where a frame may begin: a header and a small payload by one system call."""
 
+MOST_RUN = 16
+"""Frames that a rail sends at once."""
+
 UNUSED, UP, DOWN = 0, 1, 2
 """States of a rail: none yet; in use; lost, and its socket not closed yet."""
 
@@ -124,16 +127,19 @@ RAIL = np.dtype([
     ("acknowledged", "i8"),
     ("declined", "i8"),  # whether it has left a slot to another rail, when it was looked at last
     ("chosen", "i8"),  # whether it is one of those that alone carry slots, see `LINK.chosen`
-    # the frame that is being sent
-    ("out", "i8"),  # address of its header; 0: none
-    ("out_data", "i8"),
+    # the frames that are being sent: one, or slots one behind the other in a ring
+    ("out", "i8"),  # address of the first header; 0: none
+    ("out_data", "i8"),  # of the first payload, and the bytes from there to the next one
+    ("out_step", "i8"),
     ("out_wire", "i8"),  # of SLOT: the wire's place in the table
     ("out_again", "i8"),  # of SLOT: whether a lost rail had it before
-    ("out_size", "i8"),  # bytes of header and payload, and how many are sent
+    ("out_count", "i8"),  # how many; bytes of each header and payload but the last
+    ("out_each", "i8"),
+    ("out_size", "i8"),  # bytes of all, and how many are sent
     ("out_at", "i8"),
     ("header", FRAME),  # of frames other than SLOT
     ("payload", "i8", MAX_LANES),
-    ("parts", "i8", 4),  # struct iovec[2]
+    ("parts", "i8", 4 * MOST_RUN),  # struct iovec[2 * MOST_RUN]
     ("call", "i8", 7),  # struct msghdr
     # the frame that is being received
     ("slot_left", "i8"),  # bytes of a SLOT's payload to come, 0: no SLOT is being received

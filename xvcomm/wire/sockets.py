@@ -77,13 +77,15 @@ def _tls_failure(rail: Any, result: int) -> int:
 
 
 @register_jitable
-def _send_tls(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> Any:
+def _send_tls(rail: Any, count: int) -> Any:
     """Send one record. If it is BLOCKED, the next call must be the same."""
-    if header_bytes > 0:
-        nbytes = min(nbytes, RECORD_BYTES - header_bytes)
-        copy_bytes(rail.staged, header, header_bytes)
-        copy_bytes(rail.staged + header_bytes, data, nbytes)
-        data, nbytes = rail.staged, header_bytes + nbytes
+    parts = rail.parts
+    data, nbytes = parts[0], parts[1]
+    if count > 1:
+        more = min(parts[3], RECORD_BYTES - nbytes)
+        copy_bytes(rail.staged, data, nbytes)
+        copy_bytes(rail.staged + nbytes, parts[2], more)
+        data, nbytes = rail.staged, nbytes + more
     tls = tls_at(rail.tls)
     call_3(tls.clear_error, 0, 0, 0)
     sent = np.int32(call_3(tls.write, rail.channel, data, min(nbytes, RECORD_BYTES)))
@@ -101,17 +103,12 @@ def _receive_tls(rail: Any, data: int, nbytes: int) -> Any:
 
 
 @register_jitable
-def send(rail: Any, header: int, header_bytes: int, data: int, nbytes: int) -> Any:
-    """Send from two places as if they were one; the number of bytes sent, or BLOCKED, or a failure."""
+def send(rail: Any, count: int) -> Any:
+    """Send what is at the first `count` of `rail.parts`; the number of bytes sent, or BLOCKED, or a failure."""
     if rail.tls != 0:
-        return _send_tls(rail, header, header_bytes, data, nbytes)
-    parts, call = rail.parts, rail.call
-    first = 0
-    if header_bytes > 0:
-        parts[0], parts[1] = header, header_bytes
-        first = 2
-    parts[first], parts[first + 1] = data, nbytes
-    call[2], call[3] = address_of(rail, "parts"), first // 2 + (1 if nbytes > 0 else 0)
+        return _send_tls(rail, count)
+    call = rail.call
+    call[2], call[3] = address_of(rail, "parts"), count
     sent = _sendmsg(rail.fd, address_of(rail, "call"), _FLAGS)
     return sent if sent >= 0 else _failure()
 
