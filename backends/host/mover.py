@@ -50,6 +50,7 @@ from xvcomm.memory.ring import (
     MESSAGE,
     Reason,
     chunk_bytes,
+    goes_straight,
     lanes_used,
     part_bytes,
 )
@@ -103,7 +104,7 @@ _row_at, _entry_at, _carrier_at, _direct_at = map(compiled_at, (ROW, LEDGER_ENTR
 _PUT, _GET, _GET_REDUCE, _MISMATCH_REASON = int(Kind.PUT), int(Kind.GET), int(Kind.GET_REDUCE), int(Reason.MISMATCH)
 _NOT_YET = rendezvous.NOT_YET
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
-_part_bytes = register_jitable(part_bytes)
+_part_bytes, _goes_straight = register_jitable(part_bytes), register_jitable(goes_straight)
 _NOTHING, _PROGRESS, _COMPLETE, _STOPPED, _MISMATCH = 0, 1, 2, 3, 4
 
 
@@ -150,10 +151,11 @@ def _offer(row: Any, producer: bool) -> int:
     nbytes, ring = row.message.nbytes, row.geometry
     capacity = ring.lanes * ring.slots * ring.slot_bytes
     if row.carrier != 0:
-        # A sender waits until its array was read. If the message fits the ring, it goes on without its receiver instead, unless
-        # that waits already for what RDMA devices may carry from array to array.
-        least = capacity if producer and not _awaited(row) else _LEAST_CARRIED
-        return row.data if nbytes >= least and row.kind != _GET_REDUCE else 0
+        if producer:
+            # Also if its receiver waits already for what RDMA devices may carry from array to array.
+            straight = _goes_straight(row.message.op, nbytes, capacity) or (nbytes >= _LEAST_CARRIED and _awaited(row))
+            return row.data if straight else 0
+        return row.data if nbytes >= _LEAST_CARRIED and row.kind != _GET_REDUCE else 0
     if producer:
         return propose(row.state, row.data, nbytes, _entry(row, False), row.sequence, capacity)
     return rendezvous.offer(row.state, row.data, nbytes) if row.kind == _GET else 0

@@ -1,5 +1,6 @@
 """The suites of collectives and messages, with each rank on a host of its own by label."""
 
+import ctypes
 import os
 import time
 
@@ -7,8 +8,10 @@ import numpy as np
 import psutil
 import pytest
 
+from xvcomm.memory.ring import STRAIGHT_BYTES
 from xvcomm.testing import World, collectives, pointtopoint, wires
 from xvcomm.testing.cases import reductions
+from xvcomm.testing.inside import context
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.opcode import OpCode
 
@@ -40,6 +43,38 @@ def test_moving(world, check, rows):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reductions(world, dtype):
     world.run(collectives.check_reductions, dtype.name, [str(op) for op in reductions(dtype)])
+
+
+def copied(comm, nbytes):
+    """Bytes of its rings that a rank has filled to reduce an array of so many bytes; the sum."""
+    x = np.ones(nbytes, np.uint8)
+    comm.all_reduce(x)
+    ends = [end for end in context(comm).rings.ends() if end.producer]
+    rings = [
+        np.ctypeslib.as_array((ctypes.c_uint8 * e.layout.capacity).from_address(e.address + e.layout.data))
+        for e in ends
+    ]
+    return sum(int(np.count_nonzero(ring)) for ring in rings), int(x.min())
+
+
+def test_long_messages_of_collectives_go_straight_from_the_array():
+    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
+        assert ranks.run(copied, STRAIGHT_BYTES - 1) == [(STRAIGHT_BYTES - 1, 2)] * 2
+    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
+        assert ranks.run(copied, STRAIGHT_BYTES) == [(0, 2)] * 2
+
+
+def send_first(comm, nbytes):
+    """Both send before they receive."""
+    x, y, other = np.full(nbytes, comm.rank + 1, np.uint8), np.zeros(nbytes, np.uint8), 1 - comm.rank
+    comm.send(x, other)
+    comm.recv(y, other)
+    return int(y.min()), int(y.max())
+
+
+def test_a_message_that_fits_the_ring_is_sent_without_its_receiver():
+    with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
+        assert ranks.run(send_first, 8 * STRAIGHT_BYTES) == [(2, 2), (1, 1)]
 
 
 def communicators_one_after_the_other(comm):

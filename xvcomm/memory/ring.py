@@ -30,6 +30,7 @@ import numpy as np
 from xvcomm.errors import ResourceError
 from xvcomm.memory.segment import PAGE, Segment, round_up
 from xvcomm.types.dtype import BY_CODE
+from xvcomm.types.opcode import OpCode
 
 MAGIC = 0x78_76_63_6F_6D_6D
 VERSION = 4
@@ -51,6 +52,10 @@ LEAST_APART_CHUNK = 32 << 10
 LEAST_WIRE_CHUNK = 64 << 10
 """The same between hosts, where each slot costs both ends a system call."""
 
+STRAIGHT_BYTES = 128 << 10
+"""From this size on a copy of a collective's message costs more than the wait for its receiver, see `goes_straight`."""
+
+_SEND = int(OpCode.SEND)
 _PIECES = 4
 """Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
 
@@ -177,6 +182,13 @@ def lanes_used(nbytes: int, lanes: int, chunk: int) -> int:
 def part_bytes(nbytes: int, used: int) -> int:
     """Bytes of each lane's part but the last, a multiple of 16. Movers compile this very function."""
     return ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
+
+
+def goes_straight(op: int, nbytes: int, capacity: int) -> bool:
+    """Whether a message between hosts goes from the sender's array, and the sender waits until it was read. One that is not of a
+    collective does not wait if it fits the ring, as its receiver may be sending, too. Movers and the wire compile this function.
+    """
+    return nbytes >= (capacity if op == _SEND else min(capacity, STRAIGHT_BYTES))
 
 
 class Message(NamedTuple):
