@@ -14,6 +14,7 @@ import numpy as np
 from xvcomm.comm.communicator import Communicator
 from xvcomm.testing.arrays import Array, Room, arrays
 from xvcomm.testing.cases import Reducing, assert_equal, assert_same_bits, distinct, uneven
+from xvcomm.testing.signals import Signals
 from xvcomm.types.dtype import BY_NAME, premul_sum
 
 _WIDTH = 3
@@ -247,15 +248,13 @@ def check_async(comm: Communicator, many: int) -> None:
 
 def check_barrier(comm: Communicator) -> None:
     """No rank leaves before the last one has entered."""
-    a = arrays(comm)
+    signals = Signals(comm)
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(0.02)
-        came = time.monotonic()
+            signals.tell(f"entered {late}")
         comm.barrier()
-        left = time.monotonic()
-        times = a.get(comm.all_gather(a.put(np.array([[came, left]]))))
-        assert times[:, 1].min() >= times[:, 0].max(), f"a rank left the barrier before rank {late} came"
+        assert signals.told(f"entered {late}", late), f"rank {comm.rank} left the barrier before rank {late} came"
 
 
 def check_objects(comm: Communicator) -> None:

@@ -35,6 +35,10 @@ class Signals:
         """Wait until ranks have reached a point."""
         self._comm.store.wait([f"{self._part}/{what}/{rank}" for rank in ranks], Deadline.after(SECONDS))
 
+    def told(self, what: str, rank: int) -> bool:
+        """Whether a rank has announced that it has reached a point."""
+        return self._comm.store.has(f"{self._part}/{what}/{rank}")
+
     def meet(self, what: str) -> None:
         """Wait until all watched ranks have reached a point."""
         self.tell(what)
