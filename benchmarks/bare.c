@@ -37,3 +37,40 @@ int back(int fd, char *from, char *into, size_t size, size_t most, int poll)
     (void)from;
     return receive_all(fd, into, size, most, poll) || send_all(fd, into, size, most, poll) ? -1 : 0;
 }
+
+/* Send `size` bytes and receive as many at the same time, without ever sleeping. With `room`, of `most` bytes, what comes is added
+ * to the numbers of `into`, as soon as `most` bytes of it are there. */
+static int exchange(int fd, const char *from, char *into, size_t size, char *room, size_t most)
+{
+    size_t sent = 0, got = 0;
+    while (sent < size || got < size) {
+        const size_t filled = got % most;
+        size_t part = room ? most - filled : size;
+        part = part < size - got ? part : size - got;
+        ssize_t done = part ? recv(fd, room ? room + filled : into + got, part, MSG_DONTWAIT) : -2;
+        if (done == 0 || (done == -1 && errno != EAGAIN && errno != EINTR))
+            return -1;
+        if (done > 0) {
+            got += (size_t)done;
+            if (room && (got % most == 0 || got == size)) {
+                const size_t begin = (got - 1) / most * most, count = (got - begin) / sizeof(float);
+                float *sum = (float *)(into + begin);
+                for (size_t i = 0; i < count; i++)
+                    sum[i] += ((const float *)room)[i];
+            }
+        }
+        done = sent < size ? send(fd, from + sent, size - sent, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
+        if (done == -1 && errno != EAGAIN && errno != EINTR)
+            return -1;
+        sent += done > 0 ? (size_t)done : 0;
+    }
+    return 0;
+}
+
+/* The sum of both sides' float32 numbers: each adds one half of them, then the sums are exchanged. `room` has `most` bytes. */
+int all_reduce(int fd, char *at, char *room, size_t size, size_t most, int rank)
+{
+    const size_t half = size / 2;
+    char *const mine = at + (rank ? half : 0), *const other = at + (rank ? 0 : half);
+    return exchange(fd, other, mine, half, room, most) || exchange(fd, mine, other, half, NULL, most) ? -1 : 0;
+}

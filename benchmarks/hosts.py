@@ -106,7 +106,7 @@ class Bench:
         if missing:
             print(f"# not on this machine, and left out: {', '.join(missing)}", file=sys.stderr)
         if self._there["C"]:
-            flags = ("-O2", "-shared", "-fPIC", "-o", str(folder / "bare.so"))
+            flags = ("-O3", "-shared", "-fPIC", "-o", str(folder / "bare.so"))
             subprocess.run(["gcc", *flags, str(RANK.with_name("bare.c"))], check=True)
 
     def loopback(self) -> None:
@@ -307,6 +307,9 @@ def bars(bench: Bench) -> list[Bar]:
         rate = figures["iperf3"]["veth"]
         bar("one way, 4 MiB and more, part of iperf3", [r / rate for r in sent("veth", FROM_4M).values()], 0.9)
     bar("one way, 4 MiB and more, part of C", ratios(records, "C", FROM_4M, ("send",)), 0.9)
+    bar(
+        "all-reduce, 64 KiB and more, part of C, polling", ratios(records, "C, polling", FROM_64K, ("all_reduce",)), 0.9
+    )
     bar("messages and all-reduce, 64 KiB and more, times Gloo", ratios(records, "gloo", FROM_64K, every), 1.5)
     bar("messages and all-reduce, 64 KiB and more, times OpenMPI", ratios(records, "mpi", FROM_64K, every), 1.2)
     for name, peer, bound in (("Gloo", "gloo", 0.5), ("C", "C", 1.5)):

@@ -44,15 +44,18 @@ class Bare:
         self.name = "C, polling" if polling else "C"
         self._library = ctypes.CDLL(f"{folder}/bare.so")
         self._connection, self._rank, self._polling = connection, rank, polling
+        self._room = np.zeros(MOST, np.uint8)
 
     def refuses(self, case: Case) -> str | None:
         """See `Contender.refuses`."""
-        return None if case.op in ("send", "p2p") else f"{case.op} is none of its operations"
+        able = ("send", "p2p", "all_reduce") if self._polling else ("send", "p2p")
+        return None if case.op in able else f"{case.op} is none of its operations"
 
-    def _call(self, name: str, *arrays: Any) -> Callable[[], None]:
+    def _call(self, name: str, *arrays: Any, last: int | None = None) -> Callable[[], None]:
         function, size = getattr(self._library, name), arrays[0].nbytes
         at = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-        words = (self._connection.fileno(), *at, ctypes.c_size_t(size), ctypes.c_size_t(MOST), int(self._polling))
+        last = int(self._polling) if last is None else last
+        words = (self._connection.fileno(), *at, ctypes.c_size_t(size), ctypes.c_size_t(MOST), last)
 
         def call() -> None:
             if function(*words):
@@ -63,6 +66,8 @@ class Bare:
     def bind(self, case: Case, buffers: Buffers) -> Callable[[], object]:
         """See `Contender.bind`."""
         src, dst = buffers.src, buffers.dst
+        if case.op == "all_reduce":
+            return self._call("all_reduce", dst, self._room, last=self._rank)
         if case.op == "send":
             return self._call("send_all", src) if self._rank == 0 else self._call("receive_all", dst)
         if self._rank == 1:
