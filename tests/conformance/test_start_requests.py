@@ -38,10 +38,6 @@ class Counting(ForwardingStore):
         self._note("get", key)
         return super().get(key, deadline)
 
-    def wait(self, keys, deadline):
-        self._note("wait", *keys)
-        super().wait(keys, deadline)
-
     def add(self, key, amount, deadline=NEVER):
         self._note("add", key)
         return super().add(key, amount, deadline)

@@ -411,10 +411,10 @@ def test_empty_secret() -> None:
 
 
 def test_messages_keep_their_shape() -> None:
-    """Ranks of two versions must not misread each other: this is version 3."""
+    """Ranks of two versions must not misread each other: this is version 4."""
     request = protocol.Exchange([Set("k", b"v")], ["l"], None)
     assert msgspec.msgpack.decode(protocol.frame(request)[4:]) == ["Exchange", [["Set", "k", b"v"]], ["l"], None]
-    assert msgspec.msgpack.decode(protocol.frame(protocol.Get("k", None))[4:]) == ["Get", "k", None]
+    assert msgspec.msgpack.decode(protocol.frame(protocol.Read("p", 1, None))[4:]) == ["Read", "p", 1, None]
     with pytest.raises(protocol.Malformed):
         protocol.decode_request(protocol.frame(protocol.Done())[4:])
 

@@ -19,6 +19,11 @@ class NotSet(DeadlineExceeded):
     """Nobody set a key in time; the store itself did answer. Callers that know who should have set it name that rank."""
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first of the names."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
 class _Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What `Store.exchange` does with a key."""
 
@@ -127,6 +132,10 @@ class Store(ABC):
     What needs the store's answer raises DeadlineExceeded if none comes in time, and StoreError if the store cannot be reached.
     """
 
+    def __str__(self) -> str:
+        """The store, for errors."""
+        return "the job's store"
+
     @abstractmethod
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         """Store `value` under `key`, replacing what was there; visible to every later `get`."""
@@ -139,21 +148,29 @@ class Store(ABC):
             NotSet: nobody set it in time; names the key.
         """
 
-    @abstractmethod
     def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
         """Block until every key is set.
 
         Raises:
             NotSet: names the keys that are missing.
         """
+        self._complete(list(keys), deadline)
+
+    def _complete(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]:
+        """The values of the keys, once every key is set; raises what `wait` does."""
+        _, found = self.exchange((), keys, deadline)
+        missing = [repr(self._key(key)) for key, value in zip(keys, found, strict=True) if value is None]
+        if missing:
+            raise NotSet(f"{listed(missing)} was not set in {self} in time; a rank is late or missing")
+        return [value for value in found if value is not None]
+
+    def _key(self, key: str) -> str:
+        """The key in the store that is asked."""
+        return key
 
     def has(self, key: str) -> bool:
         """Whether `key` is set."""
-        try:
-            self.wait([key], Deadline.after(0))
-        except NotSet:
-            return False
-        return True
+        return self._awaited(key, Deadline.after(0)) is not None
 
     @abstractmethod
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
@@ -288,18 +305,11 @@ class ForwardingStore(Store):
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def _key(self, key: str) -> str:
-        """The key in the other store."""
-        return key
-
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         self._store.set(self._key(key), value, deadline)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         return self._store.get(self._key(key), deadline)
-
-    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        self._store.wait([self._key(key) for key in keys], deadline)
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         return self._store.add(self._key(key), amount, deadline)

@@ -110,7 +110,7 @@ class Clients:
         return protocol.Exchanged(done, [self.values.get(key) for key in keys])
 
     def read(self, place: str, first: int) -> protocol.Values:
-        """The values of `protocol.Read`, of which the first one is set."""
+        """The answer to `protocol.Read`."""
         found, size = list[bytes](), 0
         while size < _READ_BYTES and (value := self.values.get(f"{place}/{first + len(found)}")) is not None:
             found.append(value)
@@ -154,7 +154,6 @@ class Connection(asyncio.Protocol):
         self._missing: set[str] = set()
         self._answer: Callable[[], protocol.Reply] = protocol.Done
         self._will: protocol.Will | None = None
-        self._late: Callable[[], protocol.Reply] = protocol.Done
         self._at_end: list[DecideAtEnd] = []
         self._heard = True
 
@@ -232,7 +231,7 @@ class Connection(asyncio.Protocol):
         """A key that this client waits for has been set."""
         self._missing.discard(key)
         if not self._missing:
-            self._grant()
+            self._reply()
 
     def _next(self) -> bytes | None:
         if len(self._inbox) < protocol.HEADER:
@@ -284,14 +283,9 @@ class Connection(asyncio.Protocol):
                 except Impossible as error:
                     self._send(protocol.Failed(str(error)))
                 else:
-                    answer = partial(self._clients.found, done, keys)
-                    self._park(keys, answer, seconds, answer)
-            case protocol.Get(key, seconds):
-                self._park([key], lambda: protocol.Value(self._clients.values[key]), seconds)
+                    self._park(keys, partial(self._clients.found, done, keys), seconds)
             case protocol.Read(place, first, seconds):
                 self._park([f"{place}/{first}"], partial(self._clients.read, place, first), seconds)
-            case protocol.Wait(keys, seconds):
-                self._park(keys, protocol.Done, seconds)
             case protocol.Will():
                 self._will = request
                 if request.silence:
@@ -317,32 +311,20 @@ class Connection(asyncio.Protocol):
                 return b"%d" % clients.post(key, value)
         return b""
 
-    def _park(
-        self, keys: list[str], answer: Callable[[], protocol.Reply], seconds: float | None,
-        late: Callable[[], protocol.Reply] | None = None,
-    ) -> None:  # fmt: skip
-        self._answer, self._late = answer, late or self._absent
+    def _park(self, keys: list[str], answer: Callable[[], protocol.Reply], seconds: float | None) -> None:
+        """Answer once all keys are set, or after so many seconds."""
+        self._answer = answer
         self._missing = {key for key in keys if key not in self._clients.values}
-        if not self._missing:
-            self._grant()
-        elif seconds is not None and seconds <= 0:
-            self._expire()
-        else:
-            for key in self._missing:
-                self._clients.waiting.setdefault(key, set()).add(self)
-            self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+        if not self._missing or (seconds is not None and seconds <= 0):
+            self._reply()
+            return
+        for key in self._missing:
+            self._clients.waiting.setdefault(key, set()).add(self)
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._reply)
 
-    def _grant(self) -> None:
-        self._cancel_timer()
-        self._send(self._answer())
-
-    def _absent(self) -> protocol.Reply:
-        return protocol.Missing(sorted(self._missing))
-
-    def _expire(self) -> None:
-        reply = self._late()
+    def _reply(self) -> None:
         self._unpark()
-        self._send(reply)
+        self._send(self._answer())
 
     def _unpark(self) -> None:
         self._cancel_timer()

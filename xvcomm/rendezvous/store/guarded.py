@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from xvcomm.abc.store import DecideAtEnd, Look, NotSet, Post, PrefixStore, Set, Step, Store
+from xvcomm.abc.store import DecideAtEnd, Look, Post, PrefixStore, Set, Step, Store
 from xvcomm.errors import DeadlineExceeded, PeerLost, StoreError, XvcommError
 from xvcomm.rendezvous.store.failure import Failure, decode_failure
 from xvcomm.types.deadline import NEVER, Deadline
@@ -136,14 +136,7 @@ class GuardedStore(PrefixStore):
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         """See `Store.get`; also raises what `check` raises."""
-        _, (found,) = self._ask((), [key], deadline, math.inf, lambda: None)
-        if found is None:
-            raise NotSet(f"{self._key(key)!r} was not set in the job's store in time; a rank is late or missing")
-        return found
-
-    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`; also raises what `check` raises."""
-        self._patiently(partial(super().wait, list(keys)), deadline)
+        return self._complete([key], deadline)[0]
 
     def assemble(
         self, rank: int, ranks: Sequence[int], deadline: Deadline, departed: Callable[[], Iterable[int]]
@@ -176,15 +169,6 @@ class GuardedStore(PrefixStore):
             raise DeadlineExceeded(
                 f"{names} did not open shared memory in time; stopped or very slow", rank=rank, peer=late[0]
             )
-
-    def _patiently(self, call: Callable[[Deadline], T], deadline: Deadline) -> T:
-        while True:
-            try:
-                return self._reach(partial(call, Deadline.after(deadline.sooner(_LOOK_SECONDS))))
-            except DeadlineExceeded:
-                self._reach(self.check)
-                if deadline.expired():
-                    raise
 
     def _reach(self, call: Callable[[], T]) -> T:
         """Call the store; if it cannot be reached, raise the reason, which may become known a moment after the socket closes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from functools import partial
 
 from xvcomm.abc.store import NotSet, Store
@@ -27,9 +26,3 @@ class PollingStore(Store):
         if found is None:
             raise NotSet(f"{key!r} was not set in {self} in time; a rank is late or missing")
         return found
-
-    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        missing = [key for key in keys if poll(partial(self.look, key, deadline), deadline) is None]
-        if missing:
-            names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise NotSet(f"{names} was not set in {self} in time; a rank is late or missing")

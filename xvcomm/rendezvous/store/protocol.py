@@ -71,25 +71,11 @@ class Exchange(Message, frozen=True):
     seconds: float | None
 
 
-class Get(Message, frozen=True):
-    """Client: see `Store.get`; `seconds` is the time left, None without a deadline."""
-
-    key: str
-    seconds: float | None
-
-
 class Read(Message, frozen=True):
-    """Client: the values of `place/N` from N = `first` on, as many as are set; waits for the first one as `Get` does."""
+    """Client: the values of `place/N` from N = `first` on, as many as are set; waits for the first one as `Exchange` does."""
 
     place: str
     first: int
-    seconds: float | None
-
-
-class Wait(Message, frozen=True):
-    """Client: see `Store.wait`."""
-
-    keys: list[str]
     seconds: float | None
 
 
@@ -110,12 +96,6 @@ class Done(Message, frozen=True):
     """Server: success, for requests without a result."""
 
 
-class Value(Message, frozen=True):
-    """Server: value of the key."""
-
-    value: bytes
-
-
 class Values(Message, frozen=True):
     """Server: values of the keys, in order; not all that are set if they are many."""
 
@@ -129,20 +109,14 @@ class Exchanged(Message, frozen=True):
     found: list[bytes | None]
 
 
-class Missing(Message, frozen=True):
-    """Server: the deadline has passed and these keys are not set."""
-
-    keys: list[str]
-
-
 class Failed(Message, frozen=True):
     """Server: the request cannot be carried out, with the reason."""
 
     reason: str
 
 
-Request = Exchange | Get | Read | Wait | Will
-Reply = Exchanged | Done | Value | Values | Missing | Failed
+Request = Exchange | Read | Will
+Reply = Exchanged | Done | Values | Failed
 
 
 class Malformed(Exception):
@@ -237,4 +211,4 @@ def proven(secret: str, side: Side, other: bytes, own: bytes, epoch: int | None,
 
 
 def _keyed(secret: str, use: str, data: bytes) -> bytes:
-    return hmac.digest(secret.encode(errors="surrogateescape"), f"xvcomm store 3 {use} ".encode() + data, "sha256")
+    return hmac.digest(secret.encode(errors="surrogateescape"), f"xvcomm store 4 {use} ".encode() + data, "sha256")

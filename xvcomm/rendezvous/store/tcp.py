@@ -8,10 +8,10 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from xvcomm.abc.store import ANSWER_SECONDS, Add, Decide, DecideAtEnd, Notices, NotSet, Post, Set, Step, Store
+from xvcomm.abc.store import ANSWER_SECONDS, Add, Decide, DecideAtEnd, Notices, Post, Set, Step, Store, listed
 from xvcomm.errors import AuthenticationError, DeadlineExceeded, ResourceError, StoreError
 from xvcomm.rendezvous.store import protocol
 from xvcomm.rendezvous.store.connection import Connection, NotYet, dial
@@ -72,17 +72,14 @@ class TcpStore(Store):
             with contextlib.suppress(ResourceError):  # then it is made when it is needed
                 Daemon("xvcomm-dial", partial(self._dial_ahead, deadline)).start()
 
+    def __str__(self) -> str:
+        return f"the store at {self._host}:{self._port}"
+
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
         self._take_step(Set(key, value), deadline, f"set {key!r}")
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        reply = self._call(protocol.Get(key, _seconds(deadline)), deadline, f"get {key!r}")
-        assert isinstance(reply, protocol.Value)
-        return reply.value
-
-    def wait(self, keys: Iterable[str], deadline: Deadline) -> None:
-        """See `Store.wait`; sends one request for all keys."""
-        self._call(protocol.Wait(list(keys), _seconds(deadline)), deadline, "wait")
+        return self._complete([key], deadline)[0]
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
         return int(self._take_step(Add(key, amount), deadline, f"add to {key!r}"))
@@ -93,8 +90,8 @@ class TcpStore(Store):
     def exchange(
         self, steps: Sequence[Step], keys: Sequence[str] = (), deadline: Deadline = NEVER, patience: float = math.inf
     ) -> tuple[list[bytes], list[bytes | None]]:
-        names = [repr(key) for key in (*(step.key for step in steps), *keys)]
-        return self._exchange(steps, keys, deadline, patience, f"a request for {_listed(names)}")
+        names = listed([repr(key) for key in (*(step.key for step in steps), *keys)])
+        return self._exchange(steps, keys, deadline, patience, f"a request for {names}" if steps else f"get {names}")
 
     def notices(
         self, place: str, will: bytes, silence: bytes = b"", patience: float = math.inf, deadline: Deadline = NEVER
@@ -115,10 +112,7 @@ class TcpStore(Store):
         return bool(self._take_step(DecideAtEnd(key, value), NEVER, f"prepare {key!r}"))
 
     def posted(self, place: str, read: int) -> list[bytes]:
-        try:
-            reply = self._call(protocol.Read(place, read + 1, 0), Deadline.after(ANSWER_SECONDS), "read notices")
-        except NotSet:
-            return []
+        reply = self._call(protocol.Read(place, read + 1, 0), Deadline.after(ANSWER_SECONDS), "read notices")
         assert isinstance(reply, protocol.Values)
         return reply.values
 
@@ -194,11 +188,6 @@ class TcpStore(Store):
         link = self._take(until, what)
         reply = self._ask(link, payload, until, what)
         self._give_back(link)
-        if isinstance(reply, protocol.Missing):
-            keys = _listed([repr(key) for key in reply.keys])
-            raise NotSet(
-                f"{keys} was not set in the store at {self._host}:{self._port} in time; a rank is late or missing"
-            )
         if isinstance(reply, protocol.Failed):
             raise StoreError(f"{what}: {reply.reason}")
         return reply
@@ -210,7 +199,7 @@ class TcpStore(Store):
         except (protocol.Forged, protocol.Malformed):
             self._discard(link)
             raise AuthenticationError(
-                f"the answer to {what} from the store at {self._host}:{self._port} was altered, repeated or reordered on "
+                f"the answer to {what} from {self} was altered, repeated or reordered on "
                 "the way: something between this host and the store changes its messages; check XVCOMM_STORE and the network"
             ) from None
         except TimeoutError:
@@ -219,7 +208,7 @@ class TcpStore(Store):
         except OSError as error:
             self._discard(link)
             raise StoreError(
-                f"the store at {self._host}:{self._port} was lost during {what} ({error}): the process that serves "
+                f"{self} was lost during {what} ({error}): the process that serves "
                 "it (rank 0, or the launcher) has ended, or this store was closed"
             ) from None
         except BaseException:
@@ -228,16 +217,16 @@ class TcpStore(Store):
 
     def _silent(self, what: str) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the store at {self._host}:{self._port} did not answer {what} in time: the process that serves it (rank 0, "
+            f"{self} did not answer {what} in time: the process that serves it (rank 0, "
             "or the launcher) is stopped, or its host is unreachable"
         )
 
     def _take(self, deadline: Deadline, what: str) -> Connection:
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
+                raise StoreError(f"{self} was closed by this process")
             if self._given_up:
-                raise StoreError(f"the host of the store at {self._host}:{self._port} cannot be reached")
+                raise StoreError(f"the host of {self} cannot be reached")
             if self._idle:
                 return self._idle.pop()
         try:
@@ -245,7 +234,7 @@ class TcpStore(Store):
         except StoreError:
             if deadline.expired():
                 raise DeadlineExceeded(
-                    f"the store at {self._host}:{self._port} took no connection for {what} in time: the process that serves it "
+                    f"{self} took no connection for {what} in time: the process that serves it "
                     "(rank 0, or the launcher) is stopped or out of file descriptors, or its host is unreachable"
                 ) from None
             raise
@@ -294,7 +283,7 @@ class TcpStore(Store):
                 self._links.add(link)
                 return link
         link.close()
-        raise StoreError(f"the store at {self._host}:{self._port} was closed by this process")
+        raise StoreError(f"{self} was closed by this process")
 
 
 class _TcpNotices(Notices):
@@ -331,10 +320,6 @@ class _TcpNotices(Notices):
         except (StoreError, DeadlineExceeded):
             pass  # nobody is left to read a will
         self._link.hang_up()
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _seconds(deadline: Deadline) -> float | None:

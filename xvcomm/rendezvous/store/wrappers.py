@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -47,11 +47,19 @@ class _LibraryStore(PollingStore):
     def __init__(self) -> None:
         self._turn = threading.Lock()
 
+    @abstractmethod
+    def _look(self, key: str) -> bytes | None:
+        """Ask the library for the value of `key`; None if it is not set."""
+
+    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
+        return self._ask(partial(self._look, key), f"get {key!r}", deadline)
+
     def _ask(self, call: Callable[[], T], what: str, deadline: Deadline) -> T:
-        """Make a call of the library in a thread; return or raise what it does.
+        """Make a call of the library in a thread; return what it does.
 
         Raises:
             DeadlineExceeded: it did not return in time, or an earlier call is still in progress.
+            StoreError: it raised RuntimeError.
         """
         until = Deadline.after(deadline.sooner(ANSWER_SECONDS) + _REPLY_SECONDS)
         if not self._turn.acquire(timeout=until.left()):
@@ -69,7 +77,11 @@ class _LibraryStore(PollingStore):
             answer.exception(until.left())
         except TimeoutError:
             raise self._silent(what) from None
-        return answer.result()
+        try:
+            return answer.result()
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise StoreError(f"{self} failed: {first}; is the process that serves it still running?") from error
 
     def _answer(self, call: Callable[[], T], answer: Future[T]) -> None:
         if not answer.set_running_or_notify_cancel():
@@ -101,25 +113,19 @@ class TorchStore(_LibraryStore):
         return f"torch's {type(self._store).__name__}"
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        with _reported(self):
-            self._ask(partial(self._store.set, key, value), f"set {key!r}", deadline)
-
-    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
-        with _reported(self):
-            return self._ask(partial(self._look, key), f"get {key!r}", deadline)
+        self._ask(partial(self._store.set, key, value), f"set {key!r}", deadline)
 
     def _look(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        with _reported(self):
-            return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
+        return int(self._ask(partial(self._store.add, key, amount), f"add to {key!r}", deadline))
 
     def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
         if not value or not hasattr(self._store, "compare_set"):
             return super().decide(key, value, deadline)
-        with _reported(self):  # an empty text stands for a key that is not set
-            return bytes(self._ask(partial(self._store.compare_set, key, "", value), f"decide {key!r}", deadline))
+        # an empty text stands for a key that is not set
+        return bytes(self._ask(partial(self._store.compare_set, key, "", value), f"decide {key!r}", deadline))
 
 
 class JaxStore(_LibraryStore):
@@ -137,38 +143,30 @@ class JaxStore(_LibraryStore):
         return "JAX's coordination service"
 
     def set(self, key: str, value: bytes, deadline: Deadline = NEVER) -> None:
-        with _reported(self):
-            self._ask(
-                partial(self._client.key_value_set_bytes, key, value, allow_overwrite=True), f"set {key!r}", deadline
-            )
+        overwrite = partial(self._client.key_value_set_bytes, key, value, allow_overwrite=True)
+        self._ask(overwrite, f"set {key!r}", deadline)
 
-    def look(self, key: str, deadline: Deadline = NEVER) -> bytes | None:
-        with _reported(self):
-            try:
-                return bytes(self._ask(partial(self._client.key_value_try_get_bytes, key), f"get {key!r}", deadline))
-            except RuntimeError as error:
-                if "NOT_FOUND" in str(error):
-                    return None
-                raise
+    def _look(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._client.key_value_try_get_bytes(key))
+        except RuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
 
     def add(self, key: str, amount: int, deadline: Deadline = NEVER) -> int:
-        with _reported(self):
-            if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
-                return int(
-                    self._ask(partial(self._client.key_value_increment, key, amount), f"add to {key!r}", deadline)
-                )
-            return self._add_locked(key, amount, deadline)
+        if hasattr(self._client, "key_value_increment") and abs(amount) < _INCREMENT_LIMIT:
+            return int(self._ask(partial(self._client.key_value_increment, key, amount), f"add to {key!r}", deadline))
+        return self._add_locked(key, amount, deadline)
 
     def decide(self, key: str, value: bytes, deadline: Deadline = NEVER) -> bytes:
-        with _reported(self):
-            if self._create(key, value, deadline):
-                return value
-            return self.get(key, deadline)
+        return value if self._created(key, value, deadline) else self.get(key, deadline)
 
     def _add_locked(self, key: str, amount: int, deadline: Deadline) -> int:
         """Add under a lock. Before jaxlib 0.8 the service cannot add, but only one of several ranks can create a key."""
         lock = f"{key}/lock"
-        if poll(partial(self._claim, lock, deadline), Deadline.after(deadline.sooner(ANSWER_SECONDS))) is None:
+        until = Deadline.after(deadline.sooner(ANSWER_SECONDS))
+        if poll(lambda: self._created(lock, b"", deadline) or None, until) is None:
             raise DeadlineExceeded(
                 f"a rank that adds to {key!r} in {self} did not release its lock in time; it is stopped or has died"
             )
@@ -179,28 +177,18 @@ class JaxStore(_LibraryStore):
             self._ask(partial(self._client.key_value_delete, lock), f"delete {lock!r}", deadline)
         return total
 
-    def _claim(self, key: str, deadline: Deadline) -> bool | None:
-        return self._create(key, b"", deadline) or None
-
-    def _create(self, key: str, value: bytes, deadline: Deadline) -> bool:
+    def _created(self, key: str, value: bytes, deadline: Deadline) -> bool:
         """Set a key unless it is set; whether this call did."""
+        return self._ask(partial(self._create, key, value), f"set {key!r}", deadline)
+
+    def _create(self, key: str, value: bytes) -> bool:
         try:
-            create = partial(self._client.key_value_set_bytes, key, value, allow_overwrite=False)
-            self._ask(create, f"set {key!r}", deadline)
+            self._client.key_value_set_bytes(key, value, allow_overwrite=False)
         except RuntimeError as error:
             if "ALREADY_EXISTS" in str(error):
                 return False
             raise
         return True
-
-
-@contextmanager
-def _reported(store: PollingStore) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        raise StoreError(f"{store} failed: {first}; is the process that serves it still running?") from error
 
 
 def torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> TorchStore:
