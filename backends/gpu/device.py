@@ -32,7 +32,7 @@ from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ArrayError, ConfigError
 from xvcomm.jit.cache import kernel_cache
 from xvcomm.memory.ring import Message, RingEnd
-from xvcomm.types.dtype import DType, ReduceOp
+from xvcomm.types.dtype import UINT8, DType, ReduceOp
 
 _DEFAULT_STREAM = 0
 _NO_POINTERS = range(3, 4096)
@@ -148,7 +148,7 @@ class GpuDevice(
         return EnqueuedMessages(READY, LAUNCH, found.address, found, self._failed) if found is not None else None
 
     def enqueued_copy(self, nbytes: int) -> EnqueuedCall:
-        return self._local(self._kernels.prepare_copy(nbytes), nbytes, 1)
+        return self._local(self._kernels.prepare_reduce(1, nbytes, UINT8, ReduceOp.SUM, 0), nbytes, 1)
 
     def enqueued_scale(self, count: int, dtype: DType, factor: float, divisor: int) -> EnqueuedCall:
         prepared = self._kernels.prepare_scale(count, dtype, factor, divisor)

@@ -27,7 +27,7 @@ from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
 from xvcomm.memory import ring
 from xvcomm.memory.ring import MAX_LANES, Message
-from xvcomm.types.dtype import DTYPES, UINT8, DType, ReduceOp
+from xvcomm.types.dtype import DTYPES, DType, ReduceOp
 
 STATE_BYTES = 128 + 16 * MAX_LANES
 """Device memory per ring end, zeroed before its first transfer and aligned to 128 bytes."""
@@ -218,7 +218,7 @@ class Kernels:
             BackendUnavailable: they cannot be compiled.
         """
         self._runtime = runtime
-        self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), ImageCache(cache))
+        self._move, self._reduce, self._scale = _load(runtime, runtime.architecture(index), cache)
         self._local = threading.local()
         addresses = runtime.addresses()
         self._calls, self._where = addresses[:3], addresses.current
@@ -236,14 +236,8 @@ class Kernels:
         arguments = _Arguments()
         return Prepared(arguments, self._move, _pack(arguments.buffer, transfers, most), self._calls)
 
-    def prepare_copy(self, nbytes: int) -> Prepared:
-        """A copy of `nbytes` bytes: a reduction of one operand. Addresses and alignment are filled in later."""
-        arguments = _Arguments()
-        arguments.terms.__init__(0, nbytes, 1, 0, _code(UINT8.code, ReduceOp.SUM), 0)
-        return Prepared(arguments, self._reduce, _blocks(nbytes), self._calls)
-
     def prepare_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> Prepared:
-        """The launch of `reduce` of so many operands; addresses and alignment are filled in later."""
+        """The launch of `reduce` of so many operands, of one for a copy; addresses and alignment are filled in later."""
         arguments = _Arguments()
         arguments.terms.__init__(0, count, ways, 0, _code(dtype.code, op), divisor)
         return Prepared(arguments, self._reduce, _blocks(count * dtype.itemsize), self._calls)
@@ -334,10 +328,10 @@ def _code(dtype: int, op: int) -> int:
     return dtype * 16 + op
 
 
-def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
+def _load(runtime: Runtime, architecture: str, images: KernelCache) -> list[int]:
     """Handles of the kernels: loaded from disk, or compiled."""
     try:
-        image, lowered = images.obtain(runtime, architecture)
+        image, lowered = _image(runtime, architecture, images)
         module = runtime.load(image)
         return [runtime.function(module, lowered[name]) for name in NAMES]
     except VendorError as error:
@@ -348,29 +342,19 @@ def _load(runtime: Runtime, architecture: str, images: ImageCache) -> list[int]:
         ) from error
 
 
-class ImageCache:
-    """Compiled kernels in the disk cache, one file per architecture: the lowered names, and the image."""
-
-    def __init__(self, kept: KernelCache) -> None:
-        self._kept = kept
-
-    def obtain(self, runtime: Runtime, architecture: str) -> tuple[bytes, dict[str, str]]:
-        """Image and lowered names of the kernels, compiled if the cache does not contain them.
-
-        Raises:
-            VendorError: they cannot be compiled.
-        """
-        text = runtime.source + source()
-        # The key includes the source of `Runtime.compile`, which determines the compiler's options.
-        calls = Path(inspect.getfile(runtime.compile)).read_text()
-        file = hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
-        content = self._kept.read(file)
-        if content is not None:
-            *names, image = content.split(b"\0", len(NAMES))
-            return image, {name: lower.decode() for name, lower in zip(NAMES, names, strict=True)}
-        image, lowered = runtime.compile(text, NAMES, architecture)
-        self._kept.write(file, b"\0".join([*(lowered[name].encode() for name in NAMES), image]))
-        return image, lowered
+def _image(runtime: Runtime, architecture: str, images: KernelCache) -> tuple[bytes, dict[str, str]]:
+    """The compiled kernels and their lowered names, from the disk cache, which has one file per architecture, or compiled."""
+    text = runtime.source + source()
+    # The key includes the source of `Runtime.compile`, which determines the compiler's options.
+    calls = Path(inspect.getfile(runtime.compile)).read_text()
+    file = hashlib.sha256("\0".join((text, architecture, calls)).encode()).hexdigest()
+    content = images.read(file)
+    if content is not None:
+        *names, image = content.split(b"\0", len(NAMES))
+        return image, {name: lower.decode() for name, lower in zip(NAMES, names, strict=True)}
+    image, lowered = runtime.compile(text, NAMES, architecture)
+    images.write(file, b"\0".join([*(lowered[name].encode() for name in NAMES), image]))
+    return image, lowered
 
 
 class _Arguments:
