@@ -7,6 +7,7 @@ not vectorize.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -30,16 +31,6 @@ _SCALE = "void(int64, int64, int64, float64, int64)"
 
 
 @register_jitable
-def _sum(a: Any, b: Any) -> Any:
-    return a + b
-
-
-@register_jitable
-def _prod(a: Any, b: Any) -> Any:
-    return a * b
-
-
-@register_jitable
 def _sum_low(a: Any, b: Any) -> Any:
     return a if a != a else a + b  # of two NaNs the left one, as on GPUs; the compiler may swap what is added
 
@@ -59,27 +50,14 @@ def _max(a: Any, b: Any) -> Any:
     return a if (a > b or a != a) else b
 
 
-@register_jitable
-def _and(a: Any, b: Any) -> Any:
-    return a & b
-
-
-@register_jitable
-def _or(a: Any, b: Any) -> Any:
-    return a | b
-
-
-@register_jitable
-def _xor(a: Any, b: Any) -> Any:
-    return a ^ b
-
-
 _OPS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: _sum, ReduceOp.PROD: _prod, ReduceOp.MIN: _min, ReduceOp.MAX: _max,
-    ReduceOp.BAND: _and, ReduceOp.BOR: _or, ReduceOp.BXOR: _xor,
+    ReduceOp.SUM: operator.add, ReduceOp.PROD: operator.mul, ReduceOp.MIN: _min, ReduceOp.MAX: _max,
+    ReduceOp.BAND: operator.and_, ReduceOp.BOR: operator.or_, ReduceOp.BXOR: operator.xor,
 }  # fmt: skip
 # bool is stored as 0 or 1 in a byte: sum and max are "any", prod and min are "all".
-_BOOL_OPS = _OPS | {ReduceOp.SUM: _or, ReduceOp.MAX: _or, ReduceOp.PROD: _and, ReduceOp.MIN: _and}
+_BOOL_OPS = _OPS | {
+    ReduceOp.SUM: operator.or_, ReduceOp.MAX: operator.or_, ReduceOp.PROD: operator.and_, ReduceOp.MIN: operator.and_,
+}  # fmt: skip
 _LOW_OPS = _OPS | {ReduceOp.SUM: _sum_low, ReduceOp.PROD: _prod_low}
 
 _CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {

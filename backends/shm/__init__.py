@@ -60,16 +60,15 @@ class ShmTransport(Transport):
         """Create memory for a ring, smaller than requested if there is little space, so that other rings fit too."""
         total, free = room(self._folder)
         share = (free - min(_KEPT_BYTES, total // 4)) // _RINGS
-        while layout.size > share and (smaller := layout.smaller()) is not None:
-            layout = smaller
         while True:
-            try:
-                return Segment.create(self._folder, job, layout.size), layout
-            except ResourceError:  # others have taken the space meanwhile
-                smaller = layout.smaller()
-                if smaller is None:
-                    raise
-                layout = smaller
+            smaller = layout.smaller()
+            if layout.size <= share or smaller is None:
+                try:
+                    return Segment.create(self._folder, job, layout.size), layout
+                except ResourceError:  # others have taken the space meanwhile
+                    if smaller is None:
+                        raise
+            layout = smaller
 
     def close(self) -> None:
         """See `Transport.close`; there is nothing to release."""
