@@ -75,7 +75,7 @@ def run(call: int, src: int, dst: int, call_site: int) -> int:
     gate, message = _gate_at(prepared.gate), prepared.message
     if load_acquire(address_of(gate, "queued")) != 0 or _python_list_size(as_pointer(gate.hooks)) != 0:
         return BUSY
-    if not _take(gate):
+    if not _take(prepared.gate):
         return BUSY
     sequence = gate.sequence
     gate.sequence = sequence + 1
@@ -94,15 +94,11 @@ def run(call: int, src: int, dst: int, call_site: int) -> int:
 
 @register_jitable
 def _take(gate):  # type: ignore[no-untyped-def]
-    return compare_and_swap(address_of(gate, "state"), _FREE, _TAKEN) == _FREE
-
-
-def _take_at(gate: int) -> bool:
-    return _take(_gate_at(gate))
+    return compare_and_swap(address_of(_gate_at(gate), "state"), _FREE, _TAKEN) == _FREE
 
 
 with compiling():
-    _take_gate = brief("boolean(int64)")(_take_at)
+    _take_gate = brief("boolean(int64)")(_take)
     _run_kernel = kernel("int64(int64, int64, int64, int64)")(run)
 
 

@@ -76,7 +76,7 @@ class StreamCollectives(Collectives):
         tracker.seal_if_deadline_differs(handle or 0, call.deadline)
         operation, event, ends = self._enqueue(call, user)
         if handle is None or waits:
-            tracker.wait_for(tracker.add(self._batch(call, operation, event, ends, user, blocking=True)))
+            tracker.wait_for(tracker.add(self._batch(call, [operation], event, ends, user)))
         elif user.capturing():
             context.end(operation)
         else:
@@ -97,7 +97,7 @@ class StreamCollectives(Collectives):
             tracker.seal_if_deadline_differs(own.queue[0], call.deadline)
             tracker.join(own, cast(Event, user.record_event()))
             operation, event, ends = self._enqueue(call, own)
-            batch = self._batch(call, operation, event, ends, own, blocking=False)
+            batch = self._batch(call, [operation], event, ends, own, keep=call)
         return Work(call, Tracked(tracker, tracker.add(batch)))
 
     def _look_at(self, call: CollectiveRequest) -> tuple[int | None, Stream | None]:
@@ -128,19 +128,13 @@ class StreamCollectives(Collectives):
         return self._executor.launch(plan, call, operation, on)
 
     def _batch(
-        self,
-        call: CollectiveRequest,
-        operation: Operation,
-        event: Event | None,
-        ends: Ends,
-        on: Stream,
-        *,
-        blocking: bool,
-    ) -> Batch:
-        event, native = event or cast(Event, on.record_event()), self._context.joined_native()
-        keep = None if blocking else call
+        self, call: CollectiveRequest, operations: list[Operation], event: Event | None, ends: Ends, on: Stream,
+        keep: CollectiveRequest | None = None,
+    ) -> Batch:  # fmt: skip
+        """A collective for the tracker; `keep` if it is asynchronous."""
+        event, native, blocking = event or cast(Event, on.record_event()), self._context.joined_native(), keep is None
         return Batch(
-            [operation], call.deadline, ends, stream=on, event=event, native=native, blocking=blocking, keep=keep
+            operations, call.deadline, ends, stream=on, event=event, native=native, blocking=blocking, keep=keep
         )
 
     def prepare(self, call: CollectiveRequest) -> Launch | None:

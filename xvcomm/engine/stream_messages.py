@@ -224,10 +224,7 @@ class StreamMessages(Messages):
     def _streams(self, transfers: Sequence[MessageRequest]) -> list[Stream]:
         """The arrays' streams, each once."""
         adopt = self._context.device.adopt
-        found = {}
-        for t in transfers:
-            found[adopt(t.stream, *array.untrusted(t.view))] = t
-        return list(found)
+        return list(dict.fromkeys(adopt(t.stream, *array.untrusted(t.view)) for t in transfers))
 
     def _begin_all(self, transfers: Sequence[MessageRequest]) -> None:
         try:
@@ -284,7 +281,10 @@ class StreamMessages(Messages):
                 for through in [other.record_event() for other in beside.values()]:
                     stream.wait(through)
                 event = cast(Event, stream.record_event())
-                batch = self._batch(transfers, ends, stream, event, background)
+                batch = Batch(
+                    [operation for _, _, operation in ends], _soonest(transfers), ends, stream=stream, event=event,
+                    blocking=not background, keep=[t.view for t in transfers] if background else None,
+                )  # fmt: skip
                 back = [stream, *beside.values()] if taken else list(beside.values())
                 batch.on_end = partial(self._free.extend, back) if back else None
                 if background:
@@ -296,16 +296,6 @@ class StreamMessages(Messages):
         for t in transfers:
             _begun(t, Tracked(self._context.tracker, batch))
         return batch
-
-    @staticmethod
-    def _batch(
-        transfers: Sequence[MessageRequest], ends: Ends, stream: Stream, event: Event, background: bool
-    ) -> Batch:
-        operations = [operation for _, _, operation in ends]
-        keep = [t.view for t in transfers] if background else None
-        return Batch(
-            operations, _soonest(transfers), ends, stream=stream, event=event, blocking=not background, keep=keep
-        )
 
 
 def _key(transfers: Sequence[MessageRequest]) -> Hashable:
