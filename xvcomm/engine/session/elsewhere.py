@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import msgspec
 
@@ -64,12 +63,6 @@ class _Notice(msgspec.Struct, frozen=True, array_like=True):
     news: tuple[Stop | Departure, ...] = ()
 
 
-class _End(NamedTuple):
-    """Nothing is posted any more; `leaves`: because this rank leaves."""
-
-    leaves: bool
-
-
 _decode_notice = msgspec.msgpack.Decoder(_Notice).decode
 
 
@@ -121,7 +114,8 @@ class Elsewhere:
         self._begun: Future[Notices | None] = Future()
         self._met = threading.Event()
         self._news = deque[Stop | Departure]()  # that are not posted
-        self._outbox: SimpleQueue[_End | None] = SimpleQueue()  # None: there are news
+        # None: there are news. Else nothing is posted any more: True if this rank leaves.
+        self._outbox: SimpleQueue[bool | None] = SimpleQueue()
         self._threads = [Daemon("xvcomm-elsewhere", self._follow), Daemon("xvcomm-announcer", self._announce)]
         for thread in self._threads:
             thread.start()
@@ -180,7 +174,7 @@ class Elsewhere:
         while end is None:
             again = min(_SOON_SECONDS * 2**failed, _AGAIN_SECONDS)
             end = self._next(again if self._news and failed < _TRIES else None)
-            news, leaves = tuple(self._news), end is not None and end.leaves
+            news, leaves = tuple(self._news), end is True
             if news or leaves:
                 notice = _Notice(self._rank, left=leaves, news=news)
                 failed += 1
@@ -198,7 +192,7 @@ class Elsewhere:
             with contextlib.suppress(XvcommError):
                 transport.meet(ranks)
 
-    def _next(self, seconds: float | None) -> _End | None:
+    def _next(self, seconds: float | None) -> bool | None:
         """Wait for news, or for the end, which is given. All that has come is posted together: a slow store gets few notices.
 
         Args:
@@ -257,7 +251,7 @@ class Elsewhere:
         self._over = True
         self._met.set()
         notices = self._following()
-        self._outbox.put(_End(leaves=True))
+        self._outbox.put(True)
         if notices is not None:
             notices.leave()  # beside the post: a store that is stopped delays both
         self.join()
@@ -270,7 +264,7 @@ class Elsewhere:
         """
         self._over = True
         self._met.set()
-        self._outbox.put(_End(leaves=False))
+        self._outbox.put(False)
         if served and (notices := self._following()) is not None:
             notices.leave()
 

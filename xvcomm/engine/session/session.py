@@ -299,15 +299,8 @@ class Session:
 
     def member(self, rank: int) -> Member:
         """The properties of a rank that determine its rings."""
-        joined = self._joined[rank]
-        return Member(
-            rank,
-            joined.offers,
-            joined.info.device,
-            equipment.collective_label(self.infos, rank),
-            joined.memory,
-            joined.rings,
-        )
+        joined, label = self._joined[rank], equipment.collective_label(self.infos, rank)
+        return Member(rank, joined.offers, joined.info.device, label, joined.memory, joined.rings)
 
     def history(self) -> list[Record]:
         """The flight recorder's records; those of open communicators tell their way, and what connections have carried."""
