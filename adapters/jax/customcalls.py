@@ -157,11 +157,11 @@ class MessageCall(CustomCall):
         comm, channel = spec.comm, spec.channel
         if spec.dst != NO_PEER:
             view = self._view(*self._out, src)
-            transfers.append(comm.sending(view, spec.dst, spec.send_tag, channel, None, stream))
+            transfers.append(comm.message_request(OpCode.SEND, view, spec.dst, spec.send_tag, channel, None, stream))
         if spec.src != NO_PEER:
             view = self._view(*self._back, dst)
-            transfers.append(self._found(view, stream) if spec.wild else comm.receiving(
-                view, spec.src, spec.recv_tag, channel, None, stream
+            transfers.append(self._found(view, stream) if spec.wild else comm.message_request(
+                OpCode.RECV, view, spec.src, spec.recv_tag, channel, None, stream
             ))  # fmt: skip
         for transfer in transfers:
             transfer.call_site = ctypes.addressof(self.call_site)
@@ -181,7 +181,7 @@ class MessageCall(CustomCall):
         found = called_at(ctypes.addressof(self.call_site), partial(comm.probe, src, channel=channel))
         # A derivative's tag does not match ANY_TAG: receiving it as a value must be a mismatch.
         tag = spec.recv_tag if spec.recv_tag != ANY else found.tag if found.tag < TAGS else 0
-        transfer = comm.receiving(view, found.src, tag, channel, None, stream)
+        transfer = comm.message_request(OpCode.RECV, view, found.src, tag, channel, None, stream)
         transfer.deadline = deadline
         return transfer
 

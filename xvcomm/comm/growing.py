@@ -70,7 +70,9 @@ class Attempt:
             made = Context(session, "0", tuple(range(self._size)), self._deadline, OpCode.INIT)
             outcome = self._confirm(session)
             if outcome is None:
-                self._succeed()
+                # Check nothing any more, and let go of the job before, as the grown one keeps this object.
+                self._over, self._lost, self._unreachable = True, dict[int, str], lambda: None
+                self._grown.requests.begin()
                 return made
             raise outcome.error()
         except BaseException as error:
@@ -84,11 +86,6 @@ class Attempt:
                     raise late from error
                 raise
             return outcome
-
-    def _succeed(self) -> None:
-        """Check nothing any more, and let go of the job before, as the grown one keeps this object."""
-        self._over, self._lost, self._unreachable = True, dict[int, str], lambda: None
-        self._grown.requests.begin()
 
     def keep(self, close: Callable[[], None]) -> None:
         """Let a function close the store once the grown job is closed."""

@@ -285,14 +285,12 @@ def _wrap(
         if launcher.rank == 0 and not secret:
             _warn_of_torchs_store(getattr(_underlying(store), "host", None), launcher)
     else:
-        raise _no_store(store)
-    return protect(
-        namespace(bootstrap, launcher.rank, env, deadline, None),
-        launcher.rank,
-        _host(launcher),
-        deadline,
-        secret,
-    )
+        raise ArgumentError(
+            f"store={store!r}: expected an xvcomm Store, a torch.distributed store, an mpi4py communicator, the client of "
+            "jax.distributed, or an address such as tcp://host:port"
+        )
+    bootstrap = namespace(bootstrap, launcher.rank, env, deadline, None)
+    return protect(bootstrap, launcher.rank, _host(launcher), deadline, secret)
 
 
 def _underlying(store: Any) -> Any:
@@ -300,13 +298,6 @@ def _underlying(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
-
-
-def _no_store(store: Any) -> ArgumentError:
-    return ArgumentError(
-        f"store={store!r}: expected an xvcomm Store, a torch.distributed store, an mpi4py communicator, the client of "
-        "jax.distributed, or an address such as tcp://host:port"
-    )
 
 
 def _is_mpi(store: Any) -> bool:

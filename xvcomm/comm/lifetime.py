@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 from xvcomm.comm.growing import Growing
 from xvcomm.comm.shrinking import Shrinking
@@ -14,18 +14,6 @@ from xvcomm.types.deadline import Deadline
 
 if TYPE_CHECKING:
     from xvcomm.engine.context import Context
-
-T = TypeVar("T")
-
-
-class _Line(Generic[T]):
-    """Communicators of which each took the place of the one before.
-
-    Attributes:
-        last: of them; None if there is one only. Those between are not kept.
-    """
-
-    last: T | None = None
 
 
 class Lifetime:
@@ -42,7 +30,7 @@ class Lifetime:
     def _init_lifetime(self) -> None:
         self._whole = self._context.path == "0"
         self._shrinking = Shrinking(self._context)
-        self._line = _Line[Self]()
+        self._newest: list[Lifetime] = []  # of those that took the place of one another, which share it; empty before
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there is one: PeerLost, Aborted, ... Never blocks."""
@@ -128,8 +116,8 @@ class Lifetime:
     def _replace_by(self, context: Context, shrinking: Shrinking) -> Self:
         """Let a communicator with this context take the place of this one."""
         made = type(self)(context, self.timeout)
-        made._whole, made._shrinking, made._line = self._whole, shrinking, self._line
-        self._line.last = made
+        made._whole, made._shrinking, made._newest = self._whole, shrinking, self._newest
+        self._newest[:] = [made]
         return made
 
     def _deadline(self, timeout: float | None) -> Deadline:
@@ -141,7 +129,7 @@ class Lifetime:
         Asynchronous operations that are not complete fail with an error: wait for them first. Without effect after `shrink`
         or `grow`, which have closed it.
         """
-        if self._line.last not in (None, self):
+        if self._newest and self not in self._newest:
             return
         if self._whole:
             self._context.session.close()
@@ -157,4 +145,4 @@ class Lifetime:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._context.session.explaining.note_end(error)
-        (self._line.last or self).close()
+        (self._newest or [self])[0].close()

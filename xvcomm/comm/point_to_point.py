@@ -53,7 +53,7 @@ class PointToPoint:
     """Part of Communicator; see there for the common arguments and errors.
 
     Attributes:
-        messages: moves what `sending` and `receiving` give; for adapters that call from threads of their own.
+        messages: moves what `message_request` gives; for adapters that call from threads of their own.
     """
 
     _context: Context
@@ -71,7 +71,7 @@ class PointToPoint:
         self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> None:
         """Send an array to rank `dst`; blocks until `x` may be modified."""
-        transfer = self.sending(x, dst, tag, channel, timeout, stream)
+        transfer = self.message_request(_SEND, x, dst, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
             self.messages.run_alone(transfer)
@@ -92,7 +92,7 @@ class PointToPoint:
         Returns:
             `buf`, or a new array if `buf` is immutable.
         """
-        transfer = self.receiving(buf, src, tag, channel, timeout, stream)
+        transfer = self.message_request(_RECV, buf, src, tag, channel, timeout, stream)
         group = self._open_group() if self._groups else None
         if group is None:
             self.messages.run_alone(transfer)
@@ -108,21 +108,21 @@ class PointToPoint:
         self, x: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Work:
         """Start a send. `x` must not be modified until the Work is complete; the Work keeps it alive."""
-        return self._background(self.sending(x, dst, tag, channel, timeout, stream))
+        return self._background(self.message_request(_SEND, x, dst, tag, channel, timeout, stream))
 
     def irecv(
         self, buf: Any, src: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None, stream: Any = None
     ) -> Work:
         """Start a receive; the array is the Work's result."""
-        return self._background(self.receiving(buf, src, tag, channel, timeout, stream))
+        return self._background(self.message_request(_RECV, buf, src, tag, channel, timeout, stream))
 
     def sendrecv(
         self, x: Any, dst: int, buf: Any, src: int, send_tag: int = 0, recv_tag: int = 0, *,
         channel: int = 0, timeout: float | None = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Send to one rank and receive from another (or the same) concurrently; returns the received array."""
-        incoming = self.receiving(buf, src, recv_tag, channel, timeout, stream, own=True)
-        transfers = [self.sending(x, dst, send_tag, channel, timeout, stream, own=True), incoming]
+        incoming = self.message_request(_RECV, buf, src, recv_tag, channel, timeout, stream, own=True)
+        transfers = [self.message_request(_SEND, x, dst, send_tag, channel, timeout, stream, own=True), incoming]
         if dst == self.rank or src == self.rank:
             self._go(transfers, waits=True)
         else:
@@ -196,35 +196,23 @@ class PointToPoint:
     def _open_group(self) -> _Group | None:
         return self._groups.get(threading.get_ident())
 
-    def sending(
-        self, x: Any, dst: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
-    ) -> MessageRequest:
-        """A message to send, for `messages`; `own` if it may be addressed to this rank itself. Raises ArgumentError."""
-        if not 0 <= dst < self.size or (dst == self.rank and not own) or not 0 <= tag < _TAGS:
-            self._check_direction("dst", dst, tag)
+    def message_request(
+        self, name: OpCode, x: Any, peer: int, tag: int, channel: int, timeout: float | None, stream: Any,
+        own: bool = False,
+    ) -> MessageRequest:  # fmt: skip
+        """A message to SEND or RECV, for `messages`; `own` if `peer` may be this rank itself. Raises ArgumentError."""
+        if not 0 <= peer < self.size or (peer == self.rank and not own) or not 0 <= tag < _TAGS:
+            self._check_direction("dst" if name is _SEND else "src", peer, tag)
         if channel is not _FIRST:
             channel = _channel(channel)
-        view = array.view(x)
+        received = name is _RECV
+        view = array.view(x, output=received)
         self._context.admit(view)
-        deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        handle = view.stream if stream is None else array.stream_handle(stream)
-        return MessageRequest(_SEND, view, dst, tag, deadline, handle, channel)
-
-    def receiving(
-        self, buf: Any, src: int, tag: int, channel: int, timeout: float | None, stream: Any, own: bool = False
-    ) -> MessageRequest:
-        """A message to receive, for `messages`; `own` if it may come from this rank itself. Raises ArgumentError."""
-        if not 0 <= src < self.size or (src == self.rank and not own) or not 0 <= tag < _TAGS:
-            self._check_direction("src", src, tag)
-        if channel is not _FIRST:
-            channel = _channel(channel)
-        view = array.view(buf, output=True)
-        self._context.admit(view)
-        if view.immutable:
+        if received and view.immutable:
             view = array.empty_like(view, view.shape, self._context.device.empty)
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         handle = view.stream if stream is None else array.stream_handle(stream)
-        return MessageRequest(_RECV, view, src, tag, deadline, handle, channel)
+        return MessageRequest(name, view, peer, tag, deadline, handle, channel)
 
     def _probed(self, src: int | None, channel: int) -> tuple[int, int]:
         """Check the arguments of a probe."""

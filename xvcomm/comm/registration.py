@@ -10,8 +10,6 @@ from xvcomm.errors import ArrayError, ClosedError
 from xvcomm.memory.readers import view
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from xvcomm.engine.context import Context
 
 
@@ -32,9 +30,7 @@ class Registration:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
