@@ -33,7 +33,7 @@ class Objects(PointToPoint):
 
     def _fetching(self, source: int, tag: int, *, waits: bool = False) -> Started:
         if source == PROC_NULL:
-            return Done(envelope=NOTHING)
+            return Done(NOTHING)
         return Receiving(self._matcher, self._matcher.post(source, tag, scratch, waits=waits), unpickled)
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:

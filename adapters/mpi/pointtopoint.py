@@ -147,7 +147,7 @@ class Message:
         if arrived is None:
             raise ArgumentError("this message has already been received, or is MESSAGE_NULL")
         if arrived is NO_MESSAGE or room is None:
-            return Done(envelope=NOTHING)
+            return Done(NOTHING)
         receive = Receive(arrived.envelope.source, arrived.envelope.tag, room)
         receive.copy(arrived)
         return Fetching(receive, read)
@@ -175,7 +175,7 @@ class PointToPoint:
 
     def _receiving(self, buf: Any, source: int, tag: int, *, waits: bool = False) -> Started:
         if source == PROC_NULL:
-            return Done(envelope=NOTHING)
+            return Done(NOTHING)
         target = Target(buf)
         return Receiving(self._matcher, self._matcher.post(source, tag, target, waits=waits), target.read)
 

@@ -36,21 +36,16 @@ class Started(ABC):
 
 
 class Done(Started):
-    """An operation that completed at once.
+    """An operation that completed at once, without an object; `envelope` for its status."""
 
-    Args:
-        value: its object.
-        envelope: for its status.
-    """
-
-    def __init__(self, value: Any = None, envelope: Envelope | None = None) -> None:
-        self._value, self._envelope = value, envelope
+    def __init__(self, envelope: Envelope | None = None) -> None:
+        self._envelope = envelope
 
     def over(self) -> bool:
         return True
 
-    def finish(self) -> Any:
-        return self._value
+    def finish(self) -> None:
+        """See `Started.finish`."""
 
     def tell(self, status: Status) -> None:
         status.tell(self._envelope)
@@ -72,14 +67,7 @@ class Sending(Started):
 
 
 class Receiving(Started):
-    """A receive.
-
-    Args:
-        read: converts the received message to an object.
-
-    Attributes:
-        late: called when it has passed; raises.
-    """
+    """A receive; `read` converts the received message to an object."""
 
     def __init__(self, matcher: Matcher, receive: Receive, read: Callable[[Receive], Any] | None = None) -> None:
         self._matcher, self._receive, self._read = matcher, receive, read
