@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from xvcomm.adapters.torch.errors import as_torch
 from xvcomm.errors import DeadlineExceeded
-from xvcomm.types.deadline import Deadline
+from xvcomm.types.deadline import Deadline, poll
 
-_PAUSE_SECONDS = 0.001
 _PASSED = b"passed"
 
 
@@ -55,8 +53,4 @@ def monitored_barrier(store: Any, rank: int, size: int, number: int, seconds: fl
 
 def _awaited(store: Any, key: str, deadline: Deadline) -> bytes | None:
     """A key's value; None if it is not set in time. A store's own `wait` would block requests of other threads."""
-    while not store.check([key]):
-        if deadline.expired():
-            return None
-        time.sleep(_PAUSE_SECONDS)
-    return bytes(store.get(key))
+    return poll(lambda: bytes(store.get(key)) if store.check([key]) else None, deadline)

@@ -8,7 +8,6 @@ from torch import Tensor
 from xvcomm.adapters.torch.options import Options
 from xvcomm.adapters.torch.planes import Plane
 from xvcomm.errors import ArgumentError
-from xvcomm.memory import vendors
 from xvcomm.types.dtype import ReduceOp
 
 
@@ -30,23 +29,13 @@ def all_reduce_sparse(plane: Plane, x: Tensor, how: Options) -> None:
         )
     mine = x.detach().coalesce()
     indices, values = (t.to(plane.device or x.device).contiguous() for t in (mine.indices(), mine.values()))
-    counts = _everybodys(plane, mine._nnz(), how)
+    number = torch.tensor([mine._nnz()], device=indices.device)
+    counts = plane.comm.all_gather(number, timeout=how.timeout).tolist()
     all_indices = _gathered(plane, indices.t().contiguous(), counts, how).t()
     all_values = _gathered(plane, values, counts, how)
     total = torch.sparse_coo_tensor(all_indices, all_values, x.shape).coalesce()
     with torch.no_grad():
         x.copy_(total.to(x.device))
-
-
-def _everybodys(plane: Plane, count: int, how: Options) -> list[int]:
-    """Number of elements of every rank."""
-    mine = torch.tensor([count], device=plane.device or _place(plane))
-    return [int(n) for n in plane.comm.all_gather(mine, timeout=how.timeout).tolist()]
-
-
-def _place(plane: Plane) -> torch.device:
-    comm = plane.comm
-    return torch.device(vendors.of(comm.device).torch_device, comm.device_index)
 
 
 def _gathered(plane: Plane, rows: Tensor, counts: list[int], how: Options) -> Tensor:
