@@ -32,7 +32,7 @@ _CALL, _SRC, _DST = 0, 8, 16
 _EXTENSION, _STAGE, _ATTRS, _ARGS, _RETS = (
     8 * place for place in (ffi.EXTENSION, ffi.STAGE, ffi.ATTRS, ffi.ARGS, ffi.RETS)
 )
-_DATA, _VALUE, _EXECUTE = 8 * ffi.DATA, 8 * ffi.VALUE, int(ffi.Stage.EXECUTE)
+_DATA, _VALUE, _EXECUTE = 8 * ffi.DATA, 8 * ffi.VALUE, ffi.EXECUTE
 _in_python = types.ExternalFunction(_PYTHON, types.int64(types.int64, types.int64))
 
 

@@ -21,10 +21,8 @@ MAJOR, MINOR = 0, 1
 """The oldest version of the interface that has everything used here."""
 
 
-class Stage(enum.IntEnum):
-    """XLA_FFI_ExecutionStage; handlers do nothing in other stages."""
-
-    EXECUTE = 3
+EXECUTE = 3
+"""XLA_FFI_ExecutionStage_EXECUTE; handlers do nothing in other stages."""
 
 
 class ErrorCode(enum.IntEnum):
@@ -33,7 +31,6 @@ class ErrorCode(enum.IntEnum):
     CANCELLED = 1
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
-    NOT_FOUND = 5
     FAILED_PRECONDITION = 9
     ABORTED = 10
     INTERNAL = 13
@@ -44,19 +41,22 @@ METADATA = 1
 """XLA_FFI_Extension_Metadata: XLA asks for the interface version of a handler."""
 
 
-class ApiVersion(Structure):
+class _Extensible(Structure):
+    """The beginning of most structures."""
+
+    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p)]
+
+
+class ApiVersion(_Extensible):
     """XLA_FFI_Api_Version."""
 
-    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("major", c_int32), ("minor", c_int32)]
+    _fields_ = [("major", c_int32), ("minor", c_int32)]
 
 
-class Buffer(Structure):
+class Buffer(_Extensible):
     """XLA_FFI_Buffer."""
 
-    _fields_ = [
-        ("struct_size", c_size_t), ("extension", c_void_p), ("dtype", c_int32), ("data", c_void_p), ("rank", c_int64),
-        ("dims", c_void_p),
-    ]  # fmt: skip
+    _fields_ = [("dtype", c_int32), ("data", c_void_p), ("rank", c_int64), ("dims", c_void_p)]
 
 
 class ByteSpan(Structure):
@@ -71,29 +71,24 @@ class Scalar(Structure):
     _fields_ = [("dtype", c_int32), ("value", c_void_p)]
 
 
-class Buffers(Structure):
+class Buffers(_Extensible):
     """XLA_FFI_Args and XLA_FFI_Rets, which differ in names only."""
 
-    _fields_ = [
-        ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", c_void_p), ("items", c_void_p),
-    ]  # fmt: skip
+    _fields_ = [("size", c_int64), ("types", c_void_p), ("items", c_void_p)]
 
 
-class Attributes(Structure):
+class Attributes(_Extensible):
     """XLA_FFI_Attrs."""
 
-    _fields_ = [
-        ("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", c_void_p), ("names", c_void_p),
-        ("attrs", c_void_p),
-    ]  # fmt: skip
+    _fields_ = [("size", c_int64), ("types", c_void_p), ("names", c_void_p), ("attrs", c_void_p)]
 
 
-class CallFrame(Structure):
+class CallFrame(_Extensible):
     """XLA_FFI_CallFrame, up to its last required field."""
 
     _fields_ = [
-        ("struct_size", c_size_t), ("extension", c_void_p), ("api", c_void_p), ("ctx", c_void_p), ("stage", c_int32),
-        ("args", Buffers), ("rets", Buffers), ("attrs", Attributes),
+        ("api", c_void_p), ("ctx", c_void_p), ("stage", c_int32), ("args", Buffers), ("rets", Buffers),
+        ("attrs", Attributes),
     ]  # fmt: skip
 
 
@@ -109,12 +104,12 @@ class MetadataExtension(Structure):
     _fields_ = [("struct_size", c_size_t), ("type", c_int32), ("next", c_void_p), ("metadata", POINTER(Metadata))]
 
 
-class Api(Structure):
+class Api(_Extensible):
     """XLA_FFI_Api, up to the last function that is called."""
 
     _fields_ = [
-        ("struct_size", c_size_t), ("extension", c_void_p), ("version", ApiVersion), ("internal", c_void_p),
-        ("Error_Create", c_void_p), ("Error_GetMessage", c_void_p), ("Error_Destroy", c_void_p),
+        ("version", ApiVersion), ("internal", c_void_p), ("Error_Create", c_void_p),
+        ("Error_GetMessage", c_void_p), ("Error_Destroy", c_void_p),
         ("Handler_Register", c_void_p), ("Stream_Get", c_void_p), ("Type_Register", c_void_p),
         ("ExecutionContext_Get", c_void_p), ("State_Set", c_void_p), ("State_Get", c_void_p),
         ("DeviceMemory_Allocate", c_void_p), ("DeviceMemory_Free", c_void_p), ("ThreadPool_Schedule", c_void_p),
@@ -123,28 +118,28 @@ class Api(Structure):
     ]  # fmt: skip
 
 
-class ErrorCreate(Structure):
+class ErrorCreate(_Extensible):
     """XLA_FFI_Error_Create_Args."""
 
-    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("errc", c_int32)]
+    _fields_ = [("message", c_char_p), ("errc", c_int32)]
 
 
-class ErrorDestroy(Structure):
+class ErrorDestroy(_Extensible):
     """XLA_FFI_Error_Destroy_Args."""
 
-    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("error", c_void_p)]
+    _fields_ = [("error", c_void_p)]
 
 
-class StreamGet(Structure):
+class StreamGet(_Extensible):
     """XLA_FFI_Stream_Get_Args."""
 
-    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("ctx", c_void_p), ("stream", c_void_p)]
+    _fields_ = [("ctx", c_void_p), ("stream", c_void_p)]
 
 
-class DeviceOrdinalGet(Structure):
+class DeviceOrdinalGet(_Extensible):
     """XLA_FFI_DeviceOrdinal_Get_Args."""
 
-    _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("ctx", c_void_p), ("device_ordinal", c_int32)]
+    _fields_ = [("ctx", c_void_p), ("device_ordinal", c_int32)]
 
 
 _FUNCTION = ctypes.CFUNCTYPE(c_void_p, c_void_p)
@@ -158,7 +153,6 @@ ARGS = (CallFrame.args.offset + Buffers.items.offset) // 8
 RETS = (CallFrame.rets.offset + Buffers.items.offset) // 8
 ATTRS = (CallFrame.attrs.offset + Attributes.attrs.offset) // 8
 DATA, VALUE = Buffer.data.offset // 8, Scalar.value.offset // 8
-_EXECUTE = int(Stage.EXECUTE)
 
 
 Frame = int
@@ -226,7 +220,7 @@ def handler(execute: Execute, explain: Explain, front: Callable[[Any], int] | No
 
     def handle(address: int, begun: int = 0) -> int | None:
         frame = address >> 3
-        if _words[frame + EXTENSION] or _words[frame + STAGE] & 0xFFFFFFFF != _EXECUTE:
+        if _words[frame + EXTENSION] or _words[frame + STAGE] & 0xFFFFFFFF != EXECUTE:
             return _prepare(frame)
         try:
             execute(frame, _words[_words[(_words[_words[frame + ATTRS] >> 3] >> 3) + VALUE] >> 3], bool(begun))
