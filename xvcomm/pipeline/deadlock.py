@@ -81,12 +81,8 @@ def _ends(schedule: Schedule) -> tuple[dict[Value, _Event], dict[Value, _Event]]
     return sent, received
 
 
-def _messages(item: Message | Group) -> tuple[Message, ...]:
-    return item.messages if isinstance(item, Group) else (item,)
-
-
 def _describe(schedule: Schedule, event: _Event) -> str:
     item = schedule.programs[event.rank][event.position]
-    what = str(item) if isinstance(item, Compute) else " with ".join(map(str, _messages(item)))
+    what = " with ".join(map(str, item.messages if isinstance(item, Group) else (item,)))
     verb = "" if isinstance(item, Compute) else "the end of " if event.ended else "posting "
     return f"rank {event.rank}: {verb}{what}"
