@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -12,9 +11,10 @@ import numpy as np
 from xvcomm.adapters.mpi.messages import ANY_SOURCE, ANY_TAG, scratch
 from xvcomm.adapters.mpi.ops import SUM, Op
 from xvcomm.adapters.mpi.part import Part
-from xvcomm.adapters.mpi.pointtopoint import NOTHING, PROC_NULL, Message, PointToPoint, pickled, unpickled
+from xvcomm.adapters.mpi.pointtopoint import NOTHING, PROC_NULL, Message, PointToPoint, unpickled
 from xvcomm.adapters.mpi.requests import Both, Done, Receiving, Request, Sending, Started
 from xvcomm.adapters.mpi.status import Status
+from xvcomm.comm.objects import cut, pickled
 from xvcomm.errors import ArgumentError
 
 
@@ -130,8 +130,7 @@ class Objects(PointToPoint):
             lengths = comm.all_to_all(np.array([part.size for part in parts], np.int64)).tolist()
             counts = [part.size for part in parts]
             data = comm.all_to_all(np.concatenate(parts), send_counts=counts, recv_counts=lengths)
-            ends = np.cumsum(lengths)
-            return [pickle.loads(data[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
+            return cut(data, lengths)
 
         found: list[Any] = self._part.run(run)
         return found

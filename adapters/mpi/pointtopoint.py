@@ -32,11 +32,6 @@ NOTHING = Envelope(PROC_NULL, ANY_TAG, 0, 0, UINT8)
 NO_MESSAGE = Arrived(NOTHING, np.empty(0, np.uint8), None)
 
 
-def pickled(obj: Any) -> Array:
-    """An object as bytes."""
-    return np.frombuffer(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-
-
 def unpickled(receive: Receive) -> Any:
     """The object of a message; None for an empty message."""
     assert receive.data is not None

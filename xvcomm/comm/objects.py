@@ -31,7 +31,7 @@ class Objects:
 
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, channel: int = 0, timeout: float | None = None) -> None:
         """Send a picklable object to rank `dst`, as two messages: its length and its bytes."""
-        data, up = _pickled(obj), self._staging.up
+        data, up = pickled(obj), self._staging.up
         self.send(up(np.array([data.size], np.int64)), dst, tag, channel=channel, timeout=timeout)
         self.send(up(data), dst, tag, channel=channel, timeout=timeout)
 
@@ -45,20 +45,20 @@ class Objects:
     def broadcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """Send the root's object to every rank; the other ranks' `obj` is ignored."""
         up, down = self._staging.up, self._staging.down
-        data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
+        data = pickled(obj) if self.rank == root else np.empty(0, np.uint8)
         length = down(self.broadcast(up(np.array([data.size], np.int64)), root, timeout=timeout))
         room = up(data) if self.rank == root else self._staging.empty((int(length[0]),), UINT8)
         return _unpickled(down(self.broadcast(room, root, timeout=timeout)))
 
     def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> list[Any]:
         """Return the list of all ranks' objects, in rank order."""
-        data, counts = gather_bytes(self, _pickled(obj), None, timeout)
-        return _cut(data, counts)
+        data, counts = gather_bytes(self, pickled(obj), None, timeout)
+        return cut(data, counts)
 
     def gather_object(self, obj: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
         """Return the list of all ranks' objects, in rank order, on the root; None elsewhere."""
-        data, counts = gather_bytes(self, _pickled(obj), root, timeout)
-        return _cut(data, counts) if self.rank == root else None
+        data, counts = gather_bytes(self, pickled(obj), root, timeout)
+        return cut(data, counts) if self.rank == root else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """Send the i-th of the root's objects to rank i; the other ranks' `objs` is ignored."""
@@ -66,7 +66,7 @@ class Objects:
         if self.rank == root:
             if objs is None or len(objs) != self.size:
                 raise ArgumentError(f"scatter_object: the root must pass {self.size} objects, one per rank")
-            parts = [_pickled(o) for o in objs]
+            parts = [pickled(o) for o in objs]
         up, down = self._staging.up, self._staging.down
         sizes = up(np.array([p.size for p in parts], np.int64))
         counts = down(self.broadcast(sizes, root, timeout=timeout)).tolist()
@@ -88,7 +88,8 @@ def gather_bytes(comm: Objects, data: Array, root: int | None, timeout: float | 
     return (data if room is None else down(room)), counts
 
 
-def _pickled(obj: Any) -> Array:
+def pickled(obj: Any) -> Array:
+    """An object as bytes."""
     return np.frombuffer(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
 
 
@@ -96,6 +97,7 @@ def _unpickled(data: Array) -> Any:
     return pickle.loads(data.tobytes())
 
 
-def _cut(data: Array, counts: list[int]) -> list[Any]:
+def cut(data: Array, counts: list[int]) -> list[Any]:
+    """The objects of all ranks, from their bytes."""
     ends = np.cumsum(counts)
     return [_unpickled(data[end - count : end]) for end, count in zip(ends, counts, strict=True)]

@@ -233,22 +233,23 @@ class Tracker:
             return
         try:
             self._poll()
-            for batches in list(self._streams.values()):
-                for batch in list(batches):  # an event recorded late may follow those of later batches
-                    if batch.deadline.at < begin and batch.under_way():
-                        self._expire(batch)
+            for batch in self._batches():  # an event recorded late may follow those of later batches
+                if batch.deadline.at < begin and batch.under_way():
+                    self._expire(batch)
         finally:
             self._polling.release()
         self._looked = begin
 
     def operations(self) -> set[Operation]:
         """Those that Python has begun and enqueued."""
-        batches = [batch for of_stream in list(self._streams.values()) for batch in list(of_stream)]
-        found = [batch.operations for batch in batches]
+        found = [batch.operations for batch in self._batches()]
         found += [open_batch.operations for open_batch in list(self._open_batches.values())]
         if (sealing := self._sealing) is not None:
             found.append(sealing.operations)
         return {operation for operations in found for operation in list(operations)}
+
+    def _batches(self) -> list[Batch]:
+        return [batch for of_stream in list(self._streams.values()) for batch in list(of_stream)]
 
     def progress(self) -> Progress:
         """What is known of each stream's oldest operations, if any is under way for a while; calls no function of the vendor."""
@@ -274,8 +275,7 @@ class Tracker:
         if now - self._looked < _HELD_UP_SECONDS:
             return
         unsealed = [g.look() for g in list(self._open_batches.values()) if g]
-        batches = [batch for batches in list(self._streams.values()) for batch in list(batches)]
-        everything = [*batches, *filter(None, [self._sealing]), *unsealed]
+        everything = [*self._batches(), *filter(None, [self._sealing]), *unsealed]
         moving = [contents for contents in everything if contents.moving()]
         for late in everything:
             if self._looked < late.deadline.at < now and (late in moving or self._missed(late, bool(moving))):
@@ -356,7 +356,7 @@ class Tracker:
         """Block until no blocking operation is under way, or one has failed, or the deadline has passed."""
         while not deadline.expired():
             self.look()
-            batches = [f for batches in list(self._streams.values()) for f in list(batches)]
+            batches = self._batches()
             if not any(f.blocking for f in batches) or any(f.error is not None for f in batches):
                 return
             time.sleep(_PAUSE_SECONDS)
