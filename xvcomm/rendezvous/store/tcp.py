@@ -204,7 +204,7 @@ class TcpStore(Store):
             ) from None
         except TimeoutError:
             self._discard(link)
-            raise self._silent(what) from None
+            raise silent(self, what) from None
         except OSError as error:
             self._discard(link)
             raise StoreError(
@@ -214,12 +214,6 @@ class TcpStore(Store):
         except BaseException:
             self._discard(link)
             raise
-
-    def _silent(self, what: str) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{self} did not answer {what} in time: the process that serves it (rank 0, "
-            "or the launcher) is stopped, or its host is unreachable"
-        )
 
     def _take(self, deadline: Deadline, what: str) -> Connection:
         with self._lock:
@@ -324,3 +318,11 @@ class _TcpNotices(Notices):
 
 def _seconds(deadline: Deadline) -> float | None:
     return None if math.isinf(deadline.at) else deadline.left()
+
+
+def silent(store: Store, what: str) -> DeadlineExceeded:
+    """The error for a store that did not answer."""
+    return DeadlineExceeded(
+        f"{store} did not answer {what} in time: the process that serves it (rank 0, or the launcher) is stopped, or its "
+        "host is unreachable"
+    )

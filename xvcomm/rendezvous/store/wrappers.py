@@ -20,7 +20,7 @@ from xvcomm.abc.store import ANSWER_SECONDS
 from xvcomm.errors import ConfigError, DeadlineExceeded, ResourceError, StoreError
 from xvcomm.rendezvous.store.hosting import Invitation, invite
 from xvcomm.rendezvous.store.polling import PollingStore
-from xvcomm.rendezvous.store.tcp import TcpStore
+from xvcomm.rendezvous.store.tcp import TcpStore, silent
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import NEVER, Deadline, poll
 
@@ -63,7 +63,7 @@ class _LibraryStore(PollingStore):
         """
         until = Deadline.after(deadline.sooner(ANSWER_SECONDS) + _REPLY_SECONDS)
         if not self._turn.acquire(timeout=until.left()):
-            raise self._silent(what)
+            raise silent(self, what)
         answer: Future[T] = Future()
         try:
             Daemon("xvcomm-ask", partial(self._answer, call, answer)).start()
@@ -76,7 +76,7 @@ class _LibraryStore(PollingStore):
         try:
             answer.exception(until.left())
         except TimeoutError:
-            raise self._silent(what) from None
+            raise silent(self, what) from None
         try:
             return answer.result()
         except RuntimeError as error:
@@ -94,12 +94,6 @@ class _LibraryStore(PollingStore):
         else:
             self._turn.release()
             answer.set_result(given)
-
-    def _silent(self, what: str) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{self} did not answer {what} in time: the process that serves it (rank 0, or the launcher) is stopped, or its "
-            "host is unreachable"
-        )
 
 
 class TorchStore(_LibraryStore):
