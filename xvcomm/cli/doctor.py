@@ -9,7 +9,6 @@ import resource
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from rich.text import Text
 from xvcomm.abc.transport import Interface
 from xvcomm.backends.rdma import report as rdma
 from xvcomm.cli import cluster, reach
+from xvcomm.cli.facts import installed
 from xvcomm.config import Config, table
 from xvcomm.engine.session import plugins, watchdog
 from xvcomm.engine.session.presence import NOWHERE, Presence
@@ -221,13 +221,8 @@ def cpu_model() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in (*_PACKAGES, *plugins.packages()):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    packages = *_PACKAGES, *plugins.packages()
+    return {"python": platform.python_version(), **dict.fromkeys(packages, "not installed"), **installed(packages)}
 
 
 def _shared_memory(folder: Path, problems: list[Problem]) -> dict[str, Any]:
@@ -331,18 +326,18 @@ def show(report: Report, console: Console, every: bool = False) -> None:
     console.print(_pairs("Limits", report.limits.items()))
     for title, found in (("Backends", report.backends), ("Transports", report.transports)):
         rows = ((f["name"], _usable(f), _remarks(f), f["remedy"]) for f in found)
-        console.print(_table(title, ("name", "usable", "remarks", "remedy"), rows))
+        console.print(text_table(title, ("name", "usable", "remarks", "remedy"), rows))
     rows = ((i.name, i.address, "yes" if i.used else "no", i.reason) for i in report.interfaces)
-    console.print(_table("Network interfaces between hosts", ("name", "address", "used", "reason"), rows))
+    console.print(text_table("Network interfaces between hosts", ("name", "address", "used", "reason"), rows))
     _show_rdma(report.rdma, console)
     if report.direct:
         columns = ("gpu", "device", "direction", "grade", "reason")
         rows = (tuple(trial[column] for column in columns) for trial in report.direct)
-        console.print(_table("RDMA devices and GPU memory (docs/rdma.md explains the grades)", columns, rows))
+        console.print(text_table("RDMA devices and GPU memory (docs/rdma.md explains the grades)", columns, rows))
     shown = [v for v in report.variables if every or v["value"]]
     if shown:
         settings = ((v["name"], v["value"], v["default"], v["meaning"]) for v in shown)
-        console.print(_table("Settings", ("variable", "value", "default", "meaning"), settings))
+        console.print(text_table("Settings", ("variable", "value", "default", "meaning"), settings))
     if len(shown) < len(report.variables):
         console.print(f"{len(report.variables) - len(shown)} settings are not set; --all shows them.", highlight=False)
 
@@ -354,7 +349,7 @@ def _show_rdma(devices: list[dict[str, Any]], console: Console) -> None:
         return
     columns = ("device", "port", "GIDs", "used", "reason", "remedy")
     rows = (row for device in devices for row in _ports(device))
-    console.print(_table("RDMA devices between hosts", columns, rows))
+    console.print(text_table("RDMA devices between hosts", columns, rows))
 
 
 def _ports(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -397,7 +392,8 @@ def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
+def text_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table of texts, which are shown as they are."""
     made = Table(*columns, title=title, title_justify="left")
     for row in rows:
         made.add_row(*map(Text, row))

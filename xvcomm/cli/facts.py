@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from ipaddress import ip_interface
 from pathlib import Path
@@ -61,12 +62,19 @@ def facts(config: Config, env: Mapping[str, str], host: str, net: Path = _NET) -
 def _versions() -> Iterator[Fact]:
     major_minor = ".".join(platform.python_version_tuple()[:2])
     yield Fact("python", major_minor, "use the same Python on all hosts: objects are sent by pickle")
-    for name in _PACKAGES:
-        try:
-            # Builds for other GPUs, `2.13.0+rocm7.0`, are the same version.
-            yield Fact(name, metadata.version(name).partition("+")[0], UPGRADE)
-        except metadata.PackageNotFoundError:
-            pass  # an island may have another framework
+    for name, version in installed(_PACKAGES).items():  # an island may have another framework
+        yield Fact(
+            name, version.partition("+")[0], UPGRADE
+        )  # builds for other GPUs, `2.13.0+rocm7.0`, are the same version
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _settings(config: Config, host: str) -> Iterator[Fact]:

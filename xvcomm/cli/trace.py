@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +11,8 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from xvcomm.cli.doctor import size_text
+from xvcomm.cli.doctor import size_text, text_table
 from xvcomm.cli.targets import HELP, read
 from xvcomm.errors import ArgumentError
 from xvcomm.trace.snapshot import Snapshot
@@ -70,7 +69,7 @@ def show(summary: Summary, console: Console) -> None:
 
 def _tables(summary: Summary) -> Iterator[Table]:
     if summary.operations:
-        yield _table(
+        yield text_table(
             "Operations",
             ("operation", "by", "calls", "in progress", "failed", "bytes", "time", *_titles("of a call"), "GB/s"),
             (
@@ -82,7 +81,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
     if summary.lateness:
         worst = sorted(summary.lateness, key=lambda row: (-row.awaited, row.rank))[:_RANKS]
         more = f", the {_RANKS} worst" if len(summary.lateness) > _RANKS else ""
-        yield _table(
+        yield text_table(
             f"Ranks that come late to collectives{more}",
             ("rank", "host", "device", "collectives", "last", *_titles("late"), "others waited"),
             (
@@ -92,7 +91,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
             ),
         )  # fmt: skip
     if summary.latest:
-        yield _table(
+        yield text_table(
             "Collectives with the largest delays",
             ("collective", "communicator", "first", "last", "late", "called at"),
             (
@@ -102,7 +101,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
             ),
         )  # fmt: skip
     if summary.rails:
-        yield _table(
+        yield text_table(
             "Connections between hosts",
             ("host", "connection", "bytes out", "bytes in", "time", "GB/s out", "GB/s in"),
             (
@@ -112,7 +111,7 @@ def _tables(summary: Summary) -> Iterator[Table]:
             ),
         )  # fmt: skip
     if summary.devices:
-        yield _table(
+        yield text_table(
             "RDMA devices and GPU memory (docs/rdma.md explains the grades)",
             ("rank", "host", "GPU", "device", "writes", "reads"),
             (
@@ -120,13 +119,6 @@ def _tables(summary: Summary) -> Iterator[Table]:
                 for row in summary.devices
             ),
         )
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    made = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made
 
 
 def _titles(what: str) -> tuple[str, str, str]:

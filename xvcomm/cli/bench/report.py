@@ -10,12 +10,12 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from pathlib import Path
 
 from xvcomm.cli.bench.case import Case
 from xvcomm.cli.bench.measure import Record
 from xvcomm.cli.doctor import cpu_model, size_text
+from xvcomm.cli.facts import installed
 from xvcomm.engine.session import plugins
 from xvcomm.errors import BackendUnavailable
 from xvcomm.types.topology import Topology
@@ -63,18 +63,13 @@ class Setting:
     @classmethod
     def of(cls, topology: Topology, devices: Sequence[str], rehearsal: bool, transports: Sequence[str] = ()) -> Setting:
         """The setting of this process, now."""
-        versions = {"python": platform.python_version()}
         on_host = all(device.startswith("host ") for device in devices)
-        for name in _PACKAGES if on_host else (*_PACKAGES, *plugins.packages()):
-            try:
-                versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
+        packages = _PACKAGES if on_host else (*_PACKAGES, *plugins.packages())
         return cls(
             machine=f"{cpu_model()}, {platform.system()} {platform.release()}",
             cores=len(os.sched_getaffinity(0)),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            versions=versions,
+            versions={"python": platform.python_version(), **installed(packages)},
             islands=tuple(topology.island_of(rank).label for rank in range(topology.size)),
             rehearsal=rehearsal,
             devices=tuple(devices),

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from xvcomm.cli.bench.memory import HostMemory, Memory, TorchMemory, memory_of
 from xvcomm.cli.certify.contract import Finding, Result, Section, Table
 from xvcomm.cli.certify.control import Control
 from xvcomm.cli.certify.job import Facts, Job
+from xvcomm.cli.facts import installed
 from xvcomm.comm.communicator import Communicator
 from xvcomm.config import Config
 from xvcomm.engine.session import plugins
@@ -71,13 +71,8 @@ def _native(comm: Communicator, architecture: str) -> str:
 
 
 def _versions(kind: str) -> dict[str, str]:
-    found = {"xvcomm": xvcomm.__version__, "python": platform.python_version()}
-    for name in plugins.backend(kind).packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    ours = {"xvcomm": xvcomm.__version__, "python": platform.python_version()}
+    return {**ours, **installed(plugins.backend(kind).packages)}
 
 
 def _torch(memory: Memory | None) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from xvcomm.cli.certify.contract import NOT_ALL, PROVEN, WRONG, Finding, Table
+from xvcomm.cli.doctor import text_table
 
 NIC, HOST = "nic", "host"
 """Where a half of a ring lies: in GPU memory that RDMA devices reach, or in host memory."""
@@ -245,9 +245,7 @@ def _show(report: Report, console: Console) -> None:
     console.print(f"{', '.join(report.hosts)}; {told}", highlight=False, markup=False, soft_wrap=True)
     for made in report.tables():
         if made.rows:
-            table = RichTable(*made.columns, title=made.title, title_justify="left")
-            for row in made.rows:
-                table.add_row(*row)
+            table = text_table(made.title, made.columns, made.rows)
             console.print(table, highlight=False, markup=False)
     for finding in report.findings():
         told = f"{'WRONG' if finding.wrong else 'note'}: {finding.what}\n    What to do: {finding.remedy}"

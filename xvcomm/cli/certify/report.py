@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from xvcomm.cli.certify.contract import SKIPPED, Report, Result
 from xvcomm.cli.certify.page import page
+from xvcomm.cli.doctor import text_table
 
 _WIDTH = 170
 
@@ -45,8 +45,6 @@ def show(report: Report, console: Console, *, tables: bool = False) -> None:
             console.print(told, highlight=False, markup=False, soft_wrap=True)
         for table in result.tables if tables else ():
             if table.rows:
-                shown = RichTable(*table.columns, title=table.title, title_justify="left")
-                for row in table.rows:
-                    shown.add_row(*row)
+                shown = text_table(table.title, table.columns, table.rows)
                 console.print(shown, highlight=False, markup=False)
     console.print(report.verdict, highlight=False, markup=False)
