@@ -11,7 +11,6 @@ from xvcomm.abc.launch import (
     EnqueuedCall,
     EnqueuedEvents,
     EnqueuedMessages,
-    EnqueuedReduce,
     MessageForm,
     SupportsEnqueuedLocal,
     SupportsEnqueuedMessages,
@@ -154,11 +153,11 @@ class GpuDevice(
         prepared = self._kernels.prepare_scale(count, dtype, factor, divisor)
         return self._local(prepared, count, dtype.itemsize, scales=True)
 
-    def enqueued_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> EnqueuedReduce | None:
+    def enqueued_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> EnqueuedCall | None:
         if ways > MOST_TERMS:
             return None
         call = LocalCall(self._kernels.prepare_reduce(ways, count, dtype, op, divisor), count, dtype.itemsize)
-        return EnqueuedReduce(LAUNCH_REDUCE, call.address, call, self._failed)
+        return EnqueuedCall(LAUNCH_REDUCE, call.address, call, self._failed, reduces=True)
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:

@@ -61,7 +61,7 @@ with compiling():
     LAUNCH_LOCAL = native("int64(int64, int64, int64, int64, int64)", _launch)
     """Address of the function that launches a copy or a scaling, of: its address, input, output, stream, an unused word."""
     LAUNCH_REDUCE = native("int64(int64, int64, int64, int64, int64)", _launch_reduce)
-    """The same of a reduction, see `EnqueuedReduce`."""
+    """The same of a reduction, see `EnqueuedCall`."""
 
 
 class LocalCall:

@@ -28,28 +28,15 @@ class EnqueuedCall(NamedTuple):
             where it may wait, and returns 0 if the operation is enqueued, CAPTURED if it went into a graph.
         argument: address of what must live as long: `keep`.
         failed: raises what another result means.
+        reduces: whether it is a reduction of a device's own, which gets the address of its operands' addresses as its input, and
+            no deadline.
     """
 
     function: int
     argument: int
     keep: object
     failed: Callable[[int], NoReturn]
-
-
-class EnqueuedReduce(NamedTuple):
-    """A reduction of fixed shape that compiled code enqueues on a device's stream. One call at a time.
-
-    Attributes:
-        function: address of a C function of five words: `argument`, the address of the operands' addresses, the output,
-            the stream's handle, and a word that means nothing. It is called with the interpreter lock, lets it go where it
-            may wait, and returns 0 if the reduction is enqueued.
-        argument, keep, failed: as of `EnqueuedCall`.
-    """
-
-    function: int
-    argument: int
-    keep: object
-    failed: Callable[[int], NoReturn]
+    reduces: bool = False
 
 
 class MessageForm(NamedTuple):
@@ -151,5 +138,5 @@ class SupportsEnqueuedLocal(SupportsEnqueuedEvents):
         """What `Device.scale` does, for so many elements."""
 
     @abstractmethod
-    def enqueued_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> EnqueuedReduce | None:
+    def enqueued_reduce(self, ways: int, count: int, dtype: DType, op: ReduceOp, divisor: int) -> EnqueuedCall | None:
         """What `Device.reduce` does with `ways` operands of so many elements; None if they are too many for one launch."""

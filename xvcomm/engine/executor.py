@@ -7,7 +7,7 @@ from typing import cast
 
 from xvcomm.abc.collective import CollectiveForm, PreparedCollective
 from xvcomm.abc.device import Allocation, Event, Queue, Stream
-from xvcomm.abc.launch import EnqueuedCall, EnqueuedReduce, MessageForm, SupportsEnqueuedLocal, SupportsEnqueuedMessages
+from xvcomm.abc.launch import EnqueuedCall, MessageForm, SupportsEnqueuedLocal, SupportsEnqueuedMessages
 from xvcomm.abc.partial_sums import SupportsConversion, SupportsPartialSums
 from xvcomm.abc.recording import INPUT, OUTPUT, SupportsRecording
 from xvcomm.engine.context import Context
@@ -307,7 +307,7 @@ class _Run:
     def _divisor(self, *, average: bool) -> int:
         return self._context.topology.size if average else 0
 
-    def _enqueued_call(self, call: EnqueuedCall | EnqueuedReduce | None, *spans: Span) -> EnqueuedStep | None:
+    def _enqueued_call(self, call: EnqueuedCall | None, *spans: Span) -> EnqueuedStep | None:
         return EnqueuedStep(call, [self._place(span) for span in spans]) if call is not None else None
 
     def _enqueued_messages(self, steps: Sequence[Step]) -> EnqueuedStep | None:

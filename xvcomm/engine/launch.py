@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xvcomm.abc.collective import CollectiveStopped
-from xvcomm.abc.launch import CAPTURED, ITEM, EnqueuedCall, EnqueuedEvents, EnqueuedMessages, EnqueuedReduce
+from xvcomm.abc.launch import CAPTURED, ITEM, EnqueuedCall, EnqueuedEvents, EnqueuedMessages
 from xvcomm.engine.branch import BRANCH, Branch
 from xvcomm.engine.context import Context
 from xvcomm.engine.gate import LaunchGate
@@ -55,7 +55,7 @@ class EnqueuedStep(NamedTuple):
         rings: for messages their ring ends.
     """
 
-    call: EnqueuedCall | EnqueuedReduce | EnqueuedMessages
+    call: EnqueuedCall | EnqueuedMessages
     places: Sequence[Place] = ()
     rings: Sequence[RingEnd] = ()
 
@@ -221,9 +221,11 @@ class Launch:
         operands = (ctypes.c_int64 * len(places))()
         place, item, operand = map(ctypes.addressof, (where, items, operands))
         for record, (call, among, rings) in zip(packed, steps, strict=True):
-            record.ready = call.ready if isinstance(call, EnqueuedMessages) else 0
+            if isinstance(call, EnqueuedMessages):
+                record.ready = call.ready
+            elif call.reduces:
+                record.operands = operand
             record.function, record.argument, record.items = call.function, call.argument, item if rings else 0
-            record.operands = operand if isinstance(call, EnqueuedReduce) else 0
             record.places, record.place_count = place, len(among)
             place, item = place + len(among) * _PLACE.itemsize, item + len(rings) * ITEM.itemsize
             operand += 8 * len(among)
