@@ -286,14 +286,10 @@ class _Machine:
             case Reduce(srcs=srcs, dst=dst, average=average):
                 divisor = self._topology.size if average else 1
                 memory.write(dst, semantics.combine(self._op, [memory.read(src) for src in srcs], divisor=divisor))
-            case Scale(src=src, dst=dst, factor=Factor.PREMUL):
-                memory.write(
-                    dst, semantics.scaled(np.multiply, memory.read(src), self._factors[rank], dst.buf is Buf.WIDE)
-                )
-            case Scale(src=src, dst=dst):
-                memory.write(
-                    dst, semantics.scaled(np.divide, memory.read(src), self._topology.size, dst.buf is Buf.WIDE)
-                )
+            case Scale(src=src, dst=dst, factor=factor):
+                premul = factor is Factor.PREMUL
+                how, by = (np.multiply, self._factors[rank]) if premul else (np.divide, self._topology.size)
+                memory.write(dst, semantics.scaled(how, memory.read(src), by, dst.buf is Buf.WIDE))
 
     def _check_finished(self) -> None:
         stuck = []
