@@ -95,8 +95,10 @@ def _registered(address: int, array: int, nbytes: int) -> int:
 @register_jitable
 def _withdraw_from(wire: Any, begin: int, end: int) -> bool:
     """Withdraw a consumer's array that was advertised, if it lies there; whether the producer's devices may still use it."""
+    if wire.ring == 0 or wire.producer != 0 or wire.withdrawal == CONFIRMED:
+        return False  # of one that is closed the memory is unmapped
     message = finished(wire)
-    if wire.ring == 0 or wire.producer != 0 or wire.advertised != message + 1 or wire.withdrawal == CONFIRMED:
+    if wire.advertised != message + 1:
         return False
     if not begin <= entry_of(wire, message, False).offer < end:
         return False
