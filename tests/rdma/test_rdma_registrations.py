@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
-from fake_hosts import close, until
-from registered import LONG, array
+from fake_hosts import close, put, until
+from registered import LAYOUT, LONG, array, awaited, failures, slots, stall, transfer
+
+from xvcomm.abc.device import RingStalled
+from xvcomm.comm.registration import Registration
+from xvcomm.memory.readers import view
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +29,114 @@ def mapped(address):
     """Whether this process has memory there."""
     areas = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in areas)
+
+
+def note_registered(hosts, monkeypatch, index=1):
+    """What a host's devices register from now on."""
+    known, register = [], hosts.cards[index].register
+
+    def noting(*how):
+        known.append(register(*how))
+        return known[-1]
+
+    monkeypatch.setattr(hosts.cards[index], "register", noting)
+    return known
+
+
+@pytest.mark.parametrize("ends", ["registration", "job"])
+def test_the_memory_is_freed_once_it_is_not_registered(make, ends):
+    """Though the program keeps the registration."""
+    hosts, producer, consumer = make()
+    memory = array(LONG)
+    freed, held = weakref.ref(memory), Registration([hosts.networks[1].register(view(memory))])
+    del memory
+    gc.collect()
+    assert freed() is not None
+    close(producer, consumer)
+    held.close() if ends == "registration" else hosts.networks[1].close()
+    gc.collect()
+    assert freed() is None
+    held.close()
+
+
+def test_interrupted_while_it_is_registered(make, monkeypatch):
+    """Nothing stays registered of which the program does not know."""
+    hosts, producer, consumer = make()
+    known = note_registered(hosts, monkeypatch)
+    register = hosts.cards[1].register
+
+    def interrupted(*how):
+        signal.raise_signal(signal.SIGINT)
+        return register(*how)
+
+    monkeypatch.setattr(hosts.cards[1], "register", interrupted)
+    memory = array(LONG)
+    freed = weakref.ref(memory)
+    with pytest.raises(KeyboardInterrupt):
+        hosts.networks[1].register(view(memory))
+    assert known[0].closed
+    del memory
+    gc.collect()
+    assert freed() is None
+    close(producer, consumer)
+
+
+def test_a_handler_closes_it_meanwhile_and_registers_another(make, monkeypatch):
+    """The other one takes its place, and stays registered until it is closed."""
+    hosts, producer, consumer = make()
+    known = note_registered(hosts, monkeypatch)
+    sent, received, other, others = array(LONG, 1), array(LONG), array(LONG), []
+    end = hosts.networks[1].register(view(received))
+    receiving = awaited(hosts, producer, consumer, received)
+    go_on = stall(hosts, 0)
+
+    def handle(*_):
+        go_on()
+        end()
+        others.append(hosts.networks[1].register(view(other)))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.3, signal.raise_signal, (signal.SIGUSR1,))
+    timer.start()
+    end()
+    timer.join()
+    signal.signal(signal.SIGUSR1, before)
+    assert [each.closed for each in known] == [True, False]
+    put(hosts.devices[0], producer, sent, 1)
+    assert receiving.result() is None
+    slots(consumer)[:] = 0
+    with hosts.register(0, sent):
+        receiving = awaited(hosts, producer, consumer, other, 2)
+        put(hosts.devices[0], producer, sent, 2)
+        assert receiving.result() is None
+    assert not slots(consumer).any()
+    np.testing.assert_array_equal(sent, other)
+    others[0]()
+    assert known[1].closed
+    close(producer, consumer)
+
+
+def test_registered_again_while_a_receive_is_given_up(make, monkeypatch):
+    """What is deregistered at once is advertised no more: no WRITE fails of another message into it."""
+    hosts, producer, consumer = make()
+    others = hosts.rings(layout=LAYOUT)
+    sent, received, carrier = array(LONG, 1), array(LONG), hosts.networks[1].carrier
+    put_region, receiving = carrier.put_region, []
+
+    def slow(*how):
+        receiving[0].ended(2)
+        put_region(*how)
+
+    with hosts.register(1, received):
+        monkeypatch.setattr("fake_hosts.SECONDS", 1)
+        receiving.append(awaited(hosts, producer, consumer, received))
+        monkeypatch.setattr("fake_hosts.SECONDS", 120)
+        monkeypatch.setattr(carrier, "put_region", slow)
+        with hosts.register(1, received):
+            assert isinstance(receiving[0].result(), RingStalled)
+            transfer(hosts, *others, sent, received, 0)
+            assert not failures(hosts)
+    close(producer, consumer, *others)
 
 
 def test_closed_after_a_ring_was(make):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from xvcomm.abc.cards import Cards, Registered
 from xvcomm.errors import ResourceError
@@ -26,14 +27,20 @@ class _Array:
     """One of them.
 
     Attributes:
-        view, owner: keep the array alive, and its memory if it takes another.
+        address, nbytes: where it lies.
+        kept: what keeps the array alive, and its memory if it takes another; empty once it is closed.
+        index, iova: its place in the carrier's table, and the address by which devices find it.
         registered: for the devices; None if the array is not registered any more.
-        lock: held while it is deregistered. Reentrant, as all locks here, because a signal handler may come at any point.
+        lock: held while it is put into the table or deregistered. Reentrant, as all locks here, because a signal handler may come
+            at any point.
         closing: held until it is closed.
     """
 
+    index = iova = 0
+
     def __init__(self, view: ArrayView) -> None:
-        self.view, self.owner = view, owner(view)
+        self.address, self.nbytes = view.address, view.nbytes
+        self.kept: tuple[Any, ...] = view, owner(view)
         self.registered: Registered | None = None
         self.lock, self.closing = threading.RLock(), threading.RLock()
 
@@ -48,7 +55,7 @@ class Arrays:
     def __init__(self, carrier: Carrier, cards: Cards | None) -> None:
         self._carrier, self._cards = carrier, cards
         self._lock = threading.RLock()  # held for no call of a device, which takes seconds for much memory
-        self._open: dict[int, _Array] = {}  # by index in the carrier's table
+        self._open: set[_Array] = set()
         self._iova = _FIRST_IOVA
         forking.register(self)
 
@@ -61,70 +68,79 @@ class Arrays:
         if self._cards is None or view.nbytes == 0:
             return lambda: None
         array = _Array(view)
-        with held_back():  # so that nothing stays registered of which nobody knows
-            index, iova = self._reserve(array)
-            try:
-                array.registered = self._cards.register(view.address, view.nbytes, iova)
-            except BaseException:
-                del self._open[index]
-                raise
-            self._carrier.put_region(index, view.address, view.nbytes, array.registered)
-        return partial(self._close, index, array)
+        try:
+            with held_back():  # at whose end handlers may raise
+                self._reserve(array)
+                registered = self._cards.register(array.address, array.nbytes, array.iova)
+                with array.lock:  # another thread may revoke it from then on
+                    self._carrier.put_region(array.index, array.address, array.nbytes, registered)
+                    array.registered = registered
+        except BaseException:
+            self._close(array)  # so that nothing stays registered of which nobody knows
+            raise
+        return partial(self._close, array)
 
-    def _reserve(self, array: _Array) -> tuple[int, int]:
-        """A place in the table, and the address by which devices find the array.
+    def _reserve(self, array: _Array) -> None:
+        """Give an array a place in the table, and the address by which devices find it.
 
         No address is given twice. A WRITE under way to an array that was given up, however late, so finds no memory, though
         devices give keys again: mlx5 first the one that was given back last.
         """
         with self._lock:
-            index = next((i for i in range(REGIONS) if i not in self._open), None)
+            taken = {each.index for each in list(self._open)}
+            index = next((i for i in range(REGIONS) if i not in taken), None)
             if index is None:
                 raise ResourceError(
                     f"at most {REGIONS} arrays are registered at a time: close some, or register larger ones"
                 )
-            self._open[index] = array
-            iova = self._iova + array.view.address % _IOVA_STEP
-            self._iova = (iova + array.view.nbytes + _IOVA_STEP) // _IOVA_STEP * _IOVA_STEP
-            return index, iova
+            array.index, array.iova = index, self._iova + array.address % _IOVA_STEP
+            self._iova = (array.iova + array.nbytes + _IOVA_STEP) // _IOVA_STEP * _IOVA_STEP
+            self._open.add(array)
 
-    def _close(self, index: int, array: _Array) -> None:
+    def _close(self, array: _Array) -> None:
         """Deregister an array once nothing under way uses it. Idempotent, and returns when that is so, whoever has begun it."""
-        if self._open.get(index) is not array:
+        if array not in self._open:
             return  # also in a forked child, where nobody unlocks what was locked
         with array.closing:
-            if self._open.get(index) is not array:
-                return
             until = time.monotonic() + _CLOSE_SECONDS
             try:
-                while not self._carrier.release_region(index) and time.monotonic() < until:
+                while array in self._open and self._uses(array) and time.monotonic() < until:
                     time.sleep(_PAUSE_SECONDS)
             finally:
                 with held_back():
-                    self._deregister(index, array)
-                    self._open.pop(index, None)
+                    self._forget(array)
+
+    def _uses(self, array: _Array) -> bool:
+        """Let no new slot of a message use an array; whether devices still do."""
+        with array.lock:
+            return array.registered is not None and not self._carrier.release_region(array.index)
 
     def revoke(self, address: int) -> None:
         """Deregister what has the array of a message that was given up, now: devices that still use it fail, and their slots
         of other messages are sent again.
         """
-        for index, array in list(self._open.items()):
-            if array.view.address <= address < array.view.address + array.view.nbytes:
-                self._deregister(index, array)
+        for array in list(self._open):
+            if array.address <= address < array.address + array.nbytes:
+                self._deregister(array)
 
-    def _deregister(self, index: int, array: _Array) -> None:
+    def _deregister(self, array: _Array) -> None:
         with array.lock:
-            if array.registered is not None:
-                self._carrier.drop_region(index)
-                array.registered.close()
+            if (registered := array.registered) is not None:
+                self._carrier.drop_region(array.index)
+                registered.close()
                 array.registered = None
+
+    def _forget(self, array: _Array) -> None:
+        """Deregister an array, and let another one have its place."""
+        self._deregister(array)
+        self._open.discard(array)
+        array.kept = ()
 
     def after_fork(self) -> None:
         """Leave all to the parent."""
-        self._open = {}
+        self._open = set()
 
     def close(self) -> None:
         """Deregister all. No ring is left."""
-        for index, array in list(self._open.items()):
-            self._deregister(index, array)
-        self._open = {}
+        for array in list(self._open):
+            self._forget(array)
