@@ -14,6 +14,7 @@ from xvcomm.backends.host.rendezvous import join
 from xvcomm.jit.atomics import BUDGET, READY, STOPPED, budget_of_more
 from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import Message, RingEnd
+from xvcomm.system.interrupts import held_back
 from xvcomm.types.deadline import Deadline
 
 _Row = python_type(ROW)
@@ -135,9 +136,10 @@ class Batch:
 
     def discard(self) -> None:
         """Give up all transfers; the caller must stop their rings."""
-        for i in self.open_rows():
-            self.ends[i].give_up()
-        self._clear()
+        with held_back():  # an exception of a signal's handler would leave some of their arrays in use
+            for i in self.open_rows():
+                self.ends[i].give_up()
+            self._clear()
 
     def open_rows(self) -> list[int]:
         """Indices of transfers that are not complete."""

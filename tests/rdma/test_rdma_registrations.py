@@ -16,6 +16,10 @@ from registered import LAYOUT, LONG, array, awaited, failures, slots, stall, tra
 from xvcomm.abc.device import RingStalled
 from xvcomm.comm.registration import Registration
 from xvcomm.memory.readers import view
+from xvcomm.memory.ring import Message
+from xvcomm.types.deadline import Deadline
+from xvcomm.types.dtype import UINT8
+from xvcomm.types.opcode import OpCode
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +118,30 @@ def test_a_handler_closes_it_meanwhile_and_registers_another(make, monkeypatch):
     others[0]()
     assert known[1].closed
     close(producer, consumer)
+
+
+def test_interrupted_again_while_receives_are_given_up(make, monkeypatch):
+    """Their arrays are deregistered all the same before they are the caller's again."""
+    hosts, producer, consumer = make()
+    others = hosts.rings(layout=LAYOUT)
+    known, arrays = note_registered(hosts, monkeypatch), (array(LONG), array(LONG))
+    with hosts.register(1, arrays[0]), hosts.register(1, arrays[1]):
+
+        def interrupted(finish=known[0].close):
+            known[0].close = finish
+            signal.raise_signal(signal.SIGINT)
+            finish()
+
+        known[0].close = interrupted
+        (stream,) = hosts.devices[1].streams(1)
+        stream.deadline = Deadline.after(0.5)
+        for end, data, number in zip((consumer, others[1]), arrays, (1, 0), strict=True):
+            message = Message(int(OpCode.SEND), UINT8.code, LONG, number)
+            hosts.devices[1].get(end, data.ctypes.data, message, stream)
+        with pytest.raises(KeyboardInterrupt):
+            stream.synchronize()
+        assert [each.closed for each in known] == [True, True]
+    close(producer, consumer, *others)
 
 
 def test_registered_again_while_a_receive_is_given_up(make, monkeypatch):

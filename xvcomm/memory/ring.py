@@ -29,6 +29,7 @@ import numpy as np
 
 from xvcomm.errors import ResourceError
 from xvcomm.memory.segment import PAGE, Segment, round_up
+from xvcomm.system.interrupts import held_back
 from xvcomm.types.dtype import BY_CODE
 from xvcomm.types.opcode import OpCode
 
@@ -363,7 +364,9 @@ class RingEnd:
 
         The array is the caller's again afterwards. May block for a second if the other end is stuck in it. Any thread.
         """
-        with self._leaving:  # of several threads none returns before the first one need not wait any more
+        # Of several threads none returns before the first one need not wait any more. An exception of a signal's handler would
+        # give the array back too early.
+        with self._leaving, held_back():
             if self.address and self.finished()[1]:
                 ctypes.c_int64.from_address(self.turn).value ^= -1
                 if self.gave_up is not None:
