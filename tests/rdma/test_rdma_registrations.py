@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_hosts import close, put, until
-from registered import LAYOUT, LONG, array, awaited, failures, slots, stall, transfer
+from registered import LAYOUT, LONG, SHORT, array, awaited, failures, slots, stall, transfer
 
 from xvcomm.abc.device import RingStalled
 from xvcomm.comm.registration import Registration
 from xvcomm.memory.readers import view
-from xvcomm.memory.ring import Message
+from xvcomm.memory.ring import LEDGER, Message
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.dtype import UINT8
 from xvcomm.types.opcode import OpCode
@@ -142,6 +142,21 @@ def test_interrupted_again_while_receives_are_given_up(make, monkeypatch):
             stream.synchronize()
         assert [each.closed for each in known] == [True, True]
     close(producer, consumer, *others)
+
+
+def test_arrays_of_earlier_messages_stay_registered(make, monkeypatch):
+    """If a message is given up before it has begun."""
+    hosts, producer, consumer = make()
+    known, received, other = note_registered(hosts, monkeypatch), array(SHORT), array(SHORT)
+    with hosts.register(1, received):
+        for number in range(1, LEDGER + 1):
+            transfer(hosts, producer, consumer, array(SHORT, number), received, number)
+        (stream,) = hosts.devices[1].streams(1)
+        message = Message(int(OpCode.SEND), UINT8.code, SHORT, LEDGER + 1)
+        hosts.devices[1].get(consumer, other.ctypes.data, message, stream)
+        stream.discard()
+        assert not known[0].closed
+    close(producer, consumer)
 
 
 def test_registered_again_while_a_receive_is_given_up(make, monkeypatch):

@@ -196,8 +196,10 @@ def _withdraw(address: int, record: int) -> int:
     if wire.ring != 0:
         place = wire.number % PLACES
         ring, producer = wire.geometry, wire.producer != 0
-        entry = entry_of(wire, finished(wire), producer)
-        array, entry.offer = entry.offer, 0
+        message = finished(wire)
+        entry = entry_of(wire, message, producer)
+        if entry.number == message + 1:  # else it has not begun, and the entry is an earlier one's
+            array, entry.offer = entry.offer, 0
         store_release(address_of(wire.direct, "message"), 0)
         places = ring.lanes * ring.slots
         for i in range(carrier.rail_count):
