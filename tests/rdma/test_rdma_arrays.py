@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from registered import FREE, LAYOUT, LONG, SHORT, Moving, array, awaited, pairs, posted, slots, transfer
 
+from xvcomm.abc.cards import Keys
 from xvcomm.backends.rdma.queues import STATUSES
 from xvcomm.errors import ResourceError
 from xvcomm.types.route import RDMA
 from xvcomm.wire import arrays as arrays_module
+from xvcomm.wire.carrier import Carrier
+from xvcomm.wire.regions import registered_address
 
 
 @pytest.mark.parametrize("delay", [0, 3])
@@ -214,3 +220,25 @@ def test_too_many(make, monkeypatch):
         hosts.register(0, array(9)).close()
     hosts.register(0, array(0)).close()
     close(producer, consumer)
+
+
+def test_threads_register_at_the_same_time():
+    """Devices use all that they have registered."""
+    finds = ctypes.CFUNCTYPE(*4 * [ctypes.c_int64])(registered_address)
+    interval, count = sys.getswitchinterval(), 16
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            carrier, begin = Carrier(0, 1), threading.Barrier(count)
+
+            def put_region(index, carrier=carrier, begin=begin):
+                begin.wait()
+                carrier.put_region(index, (1 + index) << 12, 9, SimpleNamespace(address=1 << 60, keys=[Keys(1, 1)]))
+
+            for each in [Moving(put_region, index) for index in reversed(range(count))]:
+                assert each.result() is None
+            found = [finds(carrier.address, (1 + index) << 12, 9) for index in range(count)]
+            carrier.close()
+            assert found == count * [1]
+    finally:
+        sys.setswitchinterval(interval)

@@ -280,7 +280,8 @@ class Carrier:
         )  # fmt: skip
         for device, key in enumerate(registered.keys):
             region["keys"][device], region["given"][device] = key
-        self._put(self._record, "region_count", max(index + 1, int(self._record.region_count)))
+        with self._lock:  # else the count could fall again, below a region that another thread has put
+            self._put(self._record, "region_count", max(index + 1, int(self._record.region_count)))
         put(self.address, self._region(index), address)
 
     def release_region(self, index: int) -> bool:
