@@ -14,7 +14,11 @@ REGISTERING = (
     "raise the limit of locked memory: `ulimit -l unlimited` (memlock in /etc/security/limits.conf), LimitMEMLOCK=infinity for "
     "what a service of systemd starts; in containers --ulimit memlock=-1, in Kubernetes LimitMEMLOCK=infinity for containerd"
 )
-"""What helps where memory cannot be registered."""
+"""What helps where memory cannot be locked."""
+_REMEDIES = {
+    errno.ENOMEM: REGISTERING,
+    errno.EFAULT: "devices write to what is registered, and this process may not: a file mapped read-only must be copied first",
+}
 
 
 @cache
@@ -56,6 +60,11 @@ def address_of(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
+def reason(number: int) -> str:
+    """An errno in words, with what helps."""
+    return "; ".join(filter(None, [os.strerror(number), _REMEDIES.get(number)]))
+
+
 def checked(what: str, device: str, address: int | None) -> int:
     """The address of what a device was asked for.
 
@@ -63,9 +72,7 @@ def checked(what: str, device: str, address: int | None) -> int:
         ResourceError: it is null; says what was asked for.
     """
     if not address:
-        number = ctypes.get_errno()
-        remedy = f"; {REGISTERING}" if number == errno.ENOMEM else ""
-        raise ResourceError(f"{device} gives no {what}: {os.strerror(number)}{remedy}")
+        raise ResourceError(f"{device} gives no {what}: {reason(ctypes.get_errno())}")
     return address
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,12 @@ import numpy as np
 from xvcomm.backends.rdma import layout
 from xvcomm.backends.rdma.devices import Device, describe, pyverbs
 from xvcomm.backends.rdma.library import (
-    REGISTERING,
     address_of,
     check,
     checked,
     keep_registered_memory_over_forks,
     libibverbs,
+    reason,
 )
 from xvcomm.backends.rdma.queues import CompletionQueue, PostedQueue
 from xvcomm.backends.rdma.regions import Region, with_optional
@@ -167,8 +166,7 @@ class Domain:
         def made(access: int) -> MemoryRegion:
             region = libibverbs().ibv_reg_mr_iova2(self.domain, address, nbytes, iova or address, access)
             if not region:
-                reason = os.strerror(ctypes.get_errno())
-                raise ResourceError(f"{self.name} does not register {nbytes} bytes: {reason}; {REGISTERING}")
+                raise ResourceError(f"{self.name} does not register {nbytes} bytes: {reason(ctypes.get_errno())}")
             return MemoryRegion(self, region)
 
         return self._hold(made, _access(readable), ordered=ordered)

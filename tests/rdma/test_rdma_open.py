@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from errno import EFAULT, ENODEV, ENOMEM
 from ipaddress import IPv6Address
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from xvcomm.backends.rdma import cards as module
 from xvcomm.backends.rdma.cards import RdmaCards, open_cards
 from xvcomm.backends.rdma.choice import PortChoice
 from xvcomm.backends.rdma.devices import Device, Gid, Port
+from xvcomm.backends.rdma.library import reason
 from xvcomm.backends.rdma.regions import with_optional
 from xvcomm.config import Config
 from xvcomm.errors import ResourceError
@@ -337,6 +339,13 @@ def test_memory_that_one_device_refuses_is_registered_with_none(world: World) ->
     world.domains[0].refuses = True
     with pytest.raises(ResourceError, match="fake0 does not register"):
         world.cards.register(4096, 4096)
+
+
+@pytest.mark.parametrize(("number", "helps"), [(ENOMEM, "ulimit -l"), (EFAULT, "mapped read-only"), (ENODEV, "device")])
+def test_what_helps_where_memory_is_refused(number: int, helps: str) -> None:
+    """The limit of locked memory is named only where it may be the cause."""
+    assert helps in reason(number)
+    assert ("ulimit -l" in reason(number)) == (number == ENOMEM)
 
 
 def test_payload_may_come_in_any_order(world: World) -> None:
