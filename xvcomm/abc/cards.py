@@ -56,7 +56,7 @@ class Registered(Protocol):
     scratch: int
 
     def close(self, *, in_use: bool = False) -> None:
-        """Register it no more. No request may be under way that uses it.
+        """Register it no more. Requests under way that use it fail; they do not touch it once this returns.
 
         Args:
             in_use: whether a GPU's kernel that does not end may still use it, so that it must not be used for anything else.

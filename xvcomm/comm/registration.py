@@ -43,17 +43,19 @@ class Registering:
     def register(self, array: Any) -> Registration:
         """Register an array with this rank's RDMA devices, for messages to and from other hosts (as ncclCommRegister in NCCL).
 
-        Messages of 64 KiB or more go from a registered array into a registered array without a copy; if it is registered at one
-        end only, one copy is saved. They may be of any part of it, in any operation, of any communicator of the job. A message
-        that fits the ring, see `XVCOMM_WIRE_SLOTS`, goes on without its receiver, through the ring, unless that waits already.
+        Messages of 64 KiB or more go from a registered array into a registered array without a copy; one copy is saved if only
+        the receiver's is registered. They may be of any part of it, in any operation, of any communicator of the job. A message
+        that fits the ring, see `XVCOMM_WIRE_SLOTS`, goes on without its receiver, through the ring, unless that waits already
+        with a registered array; one that does not fit saves a copy also if only the sender's array is registered.
         Worth it for arrays that are used many times: registering locks their memory, page by page.
 
         Without RDMA and on one host this does nothing, successfully: a program can always call it.
 
-        Register arrays again after a call with them has failed, and after `shrink` and `grow`. The memory is kept until the
-        registration is closed, or the job is, even if the array takes another one (`torch.Tensor.set_`). What gives it back
-        (`torch.Tensor.resize_`) must not be called meanwhile: the devices would keep the old pages. Arrays may overlap. In a
-        forked child nothing is registered; before Linux 5.12 it does not have the registered pages at all.
+        After a call with an array has failed, close its registration and register it again; those of other arrays go on, also
+        over `shrink`. `grow` makes another job: register all arrays again. The memory is kept until the registration is closed,
+        or the job is, even if the array takes another one (`torch.Tensor.set_`). What gives it back (`torch.Tensor.resize_`)
+        must not be called meanwhile: the devices would keep the old pages. Arrays may overlap. In a forked child nothing is
+        registered; before Linux 5.12 it does not have the registered pages at all.
 
         Raises:
             ArrayError, DTypeError: not a contiguous array, or one in a GPU's memory.
