@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_hosts import close, put, until
-from registered import LAYOUT, LONG, SHORT, array, awaited, failures, slots, stall, transfer
+from fake_hosts import carry, close, get, put, until
+from registered import FREE, LAYOUT, LONG, SHORT, Moving, array, awaited, failures, pairs, slots, stall, transfer
 
 from xvcomm.abc.device import RingStalled
 from xvcomm.comm.registration import Registration
@@ -189,3 +189,62 @@ def test_closed_after_a_ring_was(make):
         address = consumer.address
         close(producer, consumer)
         until(lambda: not mapped(address))
+
+
+MOST = 3 << 20
+
+
+def churn(hosts, seed, arrays, over):
+    """Register parts of arrays of hosts, and close them, until it is over."""
+    chance, held = np.random.default_rng(seed), []
+    while not over.wait(0.001):
+        if held and chance.random() < 0.5:
+            held.pop(int(chance.integers(len(held)))).close()
+        else:
+            index, data = arrays[int(chance.integers(len(arrays)))]
+            begin = int(chance.integers(MOST // 2))
+            held.append(hosts.register(index, data[begin : begin + MOST // 2]))
+    for each in held:
+        each.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_arrays_and_rings_come_and_go(make, seed):
+    """All bytes of other messages arrive right, and none once their array's owner has it back; a queue pair fails, too."""
+    hosts, *ends = make(delay=seed % 4)
+    rings, over, chance = (ends, hosts.rings(source=1, layout=LAYOUT)), threading.Event(), np.random.default_rng(seed)
+    sources, targets = ([np.full(MOST, FREE, np.uint8) for _ in rings] for _ in range(2))
+    sizes = chance.integers(1, LONG, (len(rings), 16))
+    begins, there = (chance.integers(0, MOST - sizes) for _ in range(2))
+
+    def send(ring):
+        for number, (size, begin) in enumerate(zip(sizes[ring], begins[ring], strict=True)):
+            data = sources[ring][begin : begin + size]
+            data[:] = array(size, number)
+            put(hosts.devices[ring], rings[ring][0], data, number + 1 - ring)
+            data[:] = FREE
+            if number == 8 and seed % 2 == ring:
+                hosts.cards[ring].report("PORT_ERR", [pairs(hosts, ring)[0]])
+
+    def receive(ring):
+        for number, (size, begin) in enumerate(zip(sizes[ring], there[ring], strict=True)):
+            data = targets[ring][begin : begin + size]
+            get(hosts.devices[1 - ring], rings[ring][1], data, number + 1 - ring)
+            np.testing.assert_array_equal(data, array(size, number), err_msg=f"message {number}")
+            data[:] = FREE
+
+    arrays = [*enumerate(sources), *enumerate(reversed(targets))]
+    churning = [Moving(churn, hosts, 2 * seed + n, arrays, over) for n in range(2)]
+    moving = [Moving(call, ring) for call in (send, receive) for ring in range(len(rings))]
+    try:
+        for _ in range(4):
+            others = hosts.rings(layout=LAYOUT)
+            carry(hosts, others, sizes=(100_000,))
+            close(*others)
+        assert [each.result() for each in moving] == 4 * [None]
+    finally:
+        over.set()
+    assert [each.result() for each in churning] == 2 * [None]
+    assert all((target == FREE).all() for target in targets)
+    assert hosts.lost == [[], []]
+    close(*rings[0], *rings[1])
