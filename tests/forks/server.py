@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import marshal
 import multiprocessing.spawn  # noqa: F401 - it keeps the interpreter's own path, also where programs have a client's
 import os
@@ -23,7 +24,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 
 class Program(NamedTuple):
@@ -44,8 +45,8 @@ class Program(NamedTuple):
         for number, limit in self.limits.items():
             resource.setrlimit(number, limit)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=self.unbuffered or "PYTHONUNBUFFERED" in self.variables)
+        if self.unbuffered or "PYTHONUNBUFFERED" in self.variables:
+            sys.stdout, sys.stderr = _unbuffered(sys.stdout), _unbuffered(sys.stderr)
         sys.executable = self.client  # what this program starts is forked too
         first, *rest = self.arguments
         added = filter(None, self.variables.get("PYTHONPATH", "").split(os.pathsep))
@@ -135,6 +136,12 @@ class Server:
         for connection, ended in self._running.values():
             connection.close()
             os.close(ended)
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    """A stream as the interpreter makes it for `-u`; a program that forks would otherwise write twice what is in the buffer."""
+    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)  # type: ignore[arg-type]
 
 
 def _receive(connection: socket.socket) -> tuple[Program, list[int]]:

@@ -54,6 +54,16 @@ def test_what_it_starts_is_forked_too(python: str) -> None:
     assert subprocess.check_output([python, "-c", code], text=True).strip() == python
 
 
+@pytest.mark.parametrize("way", ["-u", "PYTHONUNBUFFERED"])
+def test_unbuffered(python: str, way: str) -> None:
+    """What a program has written, a process that it forks does not write once more."""
+    code = "import os, sys; sys.stdout.write('once '); os.fork() or sys.exit(); os.wait()"
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    variables |= {way: "1"} if way != "-u" else {}
+    command = [python, *(["-u"] if way == "-u" else []), "-c", code]
+    assert subprocess.check_output(command, env=variables, text=True) == "once "
+
+
 def test_an_error_that_nobody_handles(python: str) -> None:
     done = subprocess.run([python, "-c", "raise KeyError('why')"], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and done.stderr.endswith("KeyError: 'why'\n")
