@@ -41,7 +41,7 @@ def nonsense(comm: Communicator) -> None:
 
 
 class GpuArray:
-    """An array of an NVIDIA GPU, as frameworks show it by DLPack; nobody looks into its memory."""
+    """An array of an NVIDIA GPU, as DLPack describes it; the test does not access its memory."""
 
     def __dlpack__(self, **_: object) -> object:
         tensor = np.zeros(4).__dlpack__()

@@ -47,7 +47,7 @@ def content(seed, nbytes):
 
 
 def exchange(comm, source, target, seed):
-    """Exchange parts of two arrays; whoever has an array back writes into it."""
+    """Exchange parts of two arrays, and overwrite each array as soon as the call has returned."""
     chance = np.random.default_rng(seed)
     nbytes = int(chance.integers(1, MOST) if seed % 2 else chance.integers(1, 300_000))
     begin = int(chance.integers(0, MOST - nbytes + 1))

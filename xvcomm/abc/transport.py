@@ -238,8 +238,8 @@ class Transport(ABC):
         """Let RDMA devices, if it uses some, send from an array of host memory, and receive into it, without a copy.
 
         Returns:
-            What ends that, after what is under way. Until then, or `close`, the array's memory is kept. Idempotent; returns when
-            it has ended, whoever has begun that.
+            A function that deregisters the array after messages under way. Until then, or `close`, the array's memory is kept.
+            Idempotent; a second call, from any thread, returns when the array is deregistered.
 
         Raises:
             ResourceError: a device or a limit refuses; says what to do.

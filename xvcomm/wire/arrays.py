@@ -76,7 +76,7 @@ class Arrays:
                     self._carrier.put_region(array.index, array.address, array.nbytes, registered)
                     array.registered = registered
         except BaseException:
-            self._close(array)  # so that nothing stays registered of which nobody knows
+            self._close(array)  # the caller has no handle to close it
             raise
         return partial(self._close, array)
 
@@ -98,7 +98,7 @@ class Arrays:
             self._open.add(array)
 
     def _close(self, array: _Array) -> None:
-        """Deregister an array once nothing under way uses it. Idempotent, and returns when that is so, whoever has begun it."""
+        """Deregister an array once no message under way uses it. Idempotent; all callers return when it is deregistered."""
         if array not in self._open:
             return  # also in a forked child, where nobody unlocks what was locked
         with array.closing:

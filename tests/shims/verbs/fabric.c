@@ -209,7 +209,7 @@ static void drop(struct kept **at)
     free(found);
 }
 
-/* Whoever deregisters comes first: devices are polled all the time. */
+/* Writers, which deregister, have precedence: readers, which poll the devices, would starve them. */
 static pthread_rwlock_t using = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 
 void fabric_begin(void)
