@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from statistics import median
-from time import monotonic, thread_time
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -211,31 +210,6 @@ def test_an_interrupt_behind_a_message(ring: tuple[Side, Side]) -> None:
     assert message_mover.advance()  # what `finish` does up to where an interrupt may come
     assert not message_mover.discard()
     assert sink.last().state == State.DONE and sink.end.finished() == (1, True)
-
-
-def test_a_long_wait_sleeps_long(ring: tuple[Side, Side]) -> None:
-    """It takes less CPU time than waits that begin anew whenever Python looks at the deadline, by turns, since the machine may
-    be busy.
-    """
-    mover, seconds = ring[1].message_mover, 0.4
-    assert not ring[1].begin(np.empty(10, np.uint8))
-
-    def anew() -> None:
-        until = monotonic() + seconds
-        while monotonic() < until:
-            assert not mover.advance()
-
-    def whole() -> None:
-        with pytest.raises(RingStalled):
-            mover.finish(Deadline.after(seconds))
-
-    def taken(wait: Callable[[], None]) -> float:
-        begun = thread_time()
-        wait()
-        return thread_time() - begun
-
-    shares = [taken(whole) / taken(anew) for _ in range(5)]
-    assert median(shares) < 0.75, shares
 
 
 def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side]) -> None:
