@@ -36,16 +36,20 @@ PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "CI", "HYPOTHESIS_PRO
 KILLED, BROKEN = 124, 125
 """Exit statuses: ended at the time limit; a host that did not boot, or crashed."""
 
-
-GUARD = """trap '' INT TERM HUP
+MAPPINGS, MAPPINGS_LIMIT = 1 << 20, Path("/proc/sys/vm/max_map_count")
+"""Each page of a host's process may be a mapping of its own here. At the limit, by default 65,530 and so 256 MiB, the host's
+kernel tries the same write for ever."""
+GUARD = f"""trap '' INT TERM HUP
 while read -r line; do
-  [ "$line" != done ] || exit 0
+  [ "$line" != done ] || {{ hosts=; break; }}
   hosts="$hosts $line"
 done
 for host in $hosts; do kill -s KILL -- "-$host" 2>/dev/null; done
+[ -z "$2" ] || echo "$2" >{MAPPINGS_LIMIT}
 rm -rf -- "$1"
 """
-"""Ends the hosts and removes their files when this process has ended, also by SIGKILL: then its input is at its end."""
+"""When this process has ended, also by SIGKILL, its input is at its end: it ends the hosts, restores the limit of mappings, if it
+was changed, and removes the hosts' files."""
 REGISTERED = 'echo $$ >&0; exec "$@" </dev/null'
 """Starts a kernel whose number the guard knows before it runs."""
 
@@ -121,9 +125,12 @@ class Hosts:
         self, built: Built, command: Sequence[str], nics: int = 2, cpus: int = 1, writable: Sequence[Path] = ()
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rxe-"))
+        before = _mappings_to_restore()
         self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, "sh", self._folder], stdin=subprocess.PIPE, text=True, start_new_session=True
+            ["sh", "-c", GUARD, "sh", self._folder, before], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
+        if before:
+            MAPPINGS_LIMIT.write_text(str(MAPPINGS))
         self._links = [_link() for _ in range(nics)]
         self.hosts: list[Host] = []
         try:
@@ -196,6 +203,21 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _mappings_to_restore() -> str:
+    """The limit of mappings, if it is too low here and this user may raise it; otherwise nothing."""
+    before = MAPPINGS_LIMIT.read_text().strip()
+    if int(before) >= MAPPINGS:
+        return ""
+    try:
+        MAPPINGS_LIMIT.write_text(before)
+    except OSError as reason:
+        print(
+            f"a process of a host that uses more than 256 MiB may hang: sysctl -w vm.max_map_count={MAPPINGS}: {reason}"
+        )
+        return ""
+    return before
 
 
 def _link() -> tuple[socket.socket, socket.socket]:

@@ -6,40 +6,13 @@ Its exit status is the worst of the two hosts'. Where this machine cannot build 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from build import BuildFailed, CannotBuild, build, cache, kept
 from hosts import BROKEN, Hosts
-
-MAPPINGS, LIMIT = 1 << 20, Path("/proc/sys/vm/max_map_count")
-"""Each page of a host's process may be a mapping of its own here. At the limit, by default 65,530 and so 256 MiB, the host's
-kernel tries the same write for ever."""
-
-
-@contextlib.contextmanager
-def mappings() -> Iterator[None]:
-    """Let processes of this machine have enough mappings, if this user may change the limit."""
-    before = LIMIT.read_text()
-    if int(before) >= MAPPINGS:
-        yield
-        return
-    try:
-        LIMIT.write_text(str(MAPPINGS))
-    except OSError as reason:
-        print(
-            f"a process of a host that uses more than 256 MiB may hang: sysctl -w vm.max_map_count={MAPPINGS}: {reason}"
-        )
-        yield
-        return
-    try:
-        yield
-    finally:
-        LIMIT.write_text(before)
 
 
 def main() -> int:
@@ -69,7 +42,7 @@ def main() -> int:
         )
         return 0
     begun = time.monotonic()
-    with mappings(), Hosts(built, options.command, options.nics, options.cpus, options.writable) as hosts:
+    with Hosts(built, options.command, options.nics, options.cpus, options.writable) as hosts:
         status = hosts.wait(options.timeout)
     print(f"two hosts: exit status {status} after {time.monotonic() - begun:.1f} s", file=sys.stderr)
     return status
