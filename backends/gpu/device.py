@@ -18,6 +18,7 @@ from xvcomm.abc.launch import (
 from xvcomm.abc.nic_memory import SupportsNicMemory
 from xvcomm.abc.peer_memory import ExportedMemory, PeerMemory, SupportsPeerMemory
 from xvcomm.abc.ranges import Ranges, SupportsRanges
+from xvcomm.backends.gpu.engine import Engine
 from xvcomm.backends.gpu.events import BRANCH, FOLLOW, RECORD, StreamEvents
 from xvcomm.backends.gpu.guard import on_device, told
 from xvcomm.backends.gpu.kernels import MOST_TERMS, Kernels, Prepared
@@ -25,7 +26,7 @@ from xvcomm.backends.gpu.local import LAUNCH_LOCAL, LAUNCH_REDUCE, LocalCall
 from xvcomm.backends.gpu.messages import LAUNCH, READY
 from xvcomm.backends.gpu.nic_memory import NicPool
 from xvcomm.backends.gpu.peer_memory import PeerPool, reached
-from xvcomm.backends.gpu.streams import Engine, GpuStream
+from xvcomm.backends.gpu.streams import GpuStream
 from xvcomm.backends.gpu.vendor import Runtime
 from xvcomm.config import Config
 from xvcomm.errors import ArgumentError, ArrayError, ConfigError
@@ -78,7 +79,8 @@ class GpuDevice(
 
     @on_device
     def streams(self, count: int) -> tuple[GpuStream, ...]:
-        return tuple(self._engine.stream() for _ in range(count))
+        engine = self._engine
+        return tuple(GpuStream(engine, engine.own_stream(), owned=True) for _ in range(count))
 
     def adopt(self, handle: int | None, *addresses: int) -> GpuStream:
         """See `Device.adopt`; each thread has its own GpuStream for a handle."""
@@ -161,9 +163,9 @@ class GpuDevice(
 
     @on_device
     def enqueued_events(self, stream: Stream) -> EnqueuedEvents:
-        found = StreamEvents(
-            self.runtime, self.index, self._kernels.place(), self._engine.events_of(cast(GpuStream, stream))
-        )
+        stream = cast(GpuStream, stream)
+        events = self._engine.events_of(stream.handle, lasting=stream.lasting)
+        found = StreamEvents(self.runtime, self.index, self._kernels.place(), events)
         return EnqueuedEvents(BRANCH, RECORD, FOLLOW, found.address, found, found.take, self._failed)
 
     def _local(self, prepared: Prepared, count: int, itemsize: int, *, scales: bool = False) -> EnqueuedCall:

@@ -13,8 +13,8 @@ from unittest.mock import Mock, patch
 import pytest
 
 from xvcomm.abc.launch import ITEM, MessageForm
+from xvcomm.backends.gpu.engine import STREAMS
 from xvcomm.backends.gpu.kernels import ROW
-from xvcomm.backends.gpu.streams import STREAMS
 from xvcomm.backends.gpu.vendor import VendorError
 from xvcomm.jit.record import python_type
 from xvcomm.types.dtype import BY_NAME

@@ -12,10 +12,9 @@ from xvcomm.jit.compile import compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.types.route import MAX_RAILS
-from xvcomm.wire.counters import entry_of, finished
+from xvcomm.wire.counters import any_flies, entry_of, finished
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.locks import lock, lock_all, unlock, unlock_all
-from xvcomm.wire.outgoing import any_flies
 from xvcomm.wire.posting import land_all
 from xvcomm.wire.records import (
     AGAIN,

@@ -1,10 +1,10 @@
-"""Compiled code that finds the counters and the ledger of a wire's half of a ring."""
+"""Compiled code that finds the counters and the ledger of a wire's half of a ring, and what still flies to the other half."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from xvcomm.jit.atomics import load_acquire
+from xvcomm.jit.atomics import load, load_acquire
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import compiled_at
 from xvcomm.memory.ring import COUNTERS, LEDGER, LEDGER_ENTRY, LINE
@@ -35,3 +35,18 @@ def finished(wire: Any) -> int:
     """How many messages this side's end of the ring has finished."""
     turn = load_acquire(wire.turn)
     return turn if turn >= 0 else -1 - turn
+
+
+@register_jitable
+def flies(wire: Any, place: int) -> bool:
+    """Whether a WRITE to a slot there may still arrive."""
+    return bool(load(wire.flights + 8 * place) != 0)
+
+
+@register_jitable
+def any_flies(wire: Any) -> bool:
+    """Whether a WRITE to any slot there may still arrive."""
+    count = 0
+    for place in range(wire.geometry.lanes * wire.geometry.slots):
+        count += load(wire.flights + 8 * place)
+    return count != 0

@@ -1,4 +1,4 @@
-"""The links of a process to processes on other hosts, and who may make one.
+"""The links of a process to processes on other hosts.
 
 A thread with an event loop keeps them; no frame passes through it. A link is made when either side opens a ring.
 """
@@ -17,20 +17,17 @@ from typing import Any
 
 from xvcomm.abc.cards import Cards, Pair
 from xvcomm.abc.transport import PairTrial, Path, Rail
-from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.memory.array_view import ArrayView
 from xvcomm.memory.ring import RingEnd, RingLayout
 from xvcomm.system import forking
-from xvcomm.system.notice import notice
-from xvcomm.system.strangers import Strangers
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Answer, Question
 from xvcomm.types.deadline import Deadline
 from xvcomm.types.route import RDMA, Ends, Route
-from xvcomm.wire import handshake, pair_trials
+from xvcomm.wire import pair_trials
+from xvcomm.wire.acceptor import Acceptor
 from xvcomm.wire.arrays import Arrays
 from xvcomm.wire.carrier import Carrier
-from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.halves import LINGER_SECONDS, Halves
 from xvcomm.wire.links import DRAIN_SECONDS, Link, Process
 from xvcomm.wire.questions import Questions
@@ -38,8 +35,6 @@ from xvcomm.wire.reachability import probe
 from xvcomm.wire.tls import Tls
 
 _LOOK_SECONDS = 0.2
-_SAY_SECONDS = 60.0
-"""How long nothing is said of refused connections after one was told of."""
 _FLUSH_SECONDS = 1.0
 _PROBES = 128
 """How many routes are tried at once."""
@@ -52,7 +47,6 @@ class Network:
 
     Attributes:
         carrier: carries the frames.
-        refused: connections that were closed because they did not prove the key, or broke the protocol.
     """
 
     def __init__(
@@ -79,7 +73,7 @@ class Network:
         Raises:
             ResourceError: the system refuses a thread; the listeners stay the caller's.
         """
-        self._size, self._listeners, self._left, self._asynchronous = size, listeners, left, asynchronous
+        self._left, self._asynchronous = left, asynchronous
         self.carrier = Carrier(spins, threads)
         self._process = Process(rank, key, self.carrier, tls, timeout, routes, lost, cards, congestion)
         self._questions = Questions(self.carrier)
@@ -91,11 +85,10 @@ class Network:
         self._closing = math.inf
         self._arrays = Arrays(self.carrier, cards)
         self._halves = Halves(self.carrier, cards, self._arrays, self._of_number.__getitem__)
-        self.refused, self._silent_until = 0, 0.0
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: Strangers[socket.socket] = Strangers(self._crowd_out)
+        self._acceptor = Acceptor(self._process, size, listeners, self._link, self._spawn)
         forking.register(self)
         self._thread = Daemon("xvcomm-network", self._run)
         try:
@@ -104,6 +97,11 @@ class Network:
             self.carrier.close()
             self._loop.close()
             raise
+
+    @property
+    def refused(self) -> int:
+        """Connections that were closed because they did not prove the key, or broke the protocol."""
+        return self._acceptor.refused
 
     def open_ring(
         self, rank: int, name: int, layout: RingLayout, deadline: Deadline, *, group: int, peer: int, producer: bool
@@ -273,7 +271,7 @@ class Network:
     def after_fork(self) -> None:
         """Leave the connections to the parent: the child's copies would hide its death from the others."""
         connections = [rail.connection for link in self._links.values() for rail in link.rails.values()]
-        for connection in [*self._listeners, *connections]:
+        for connection in [*self._acceptor.listeners, *connections]:
             if connection.fileno() >= 0:
                 forking.leave_to_parent(connection.fileno())
 
@@ -296,97 +294,24 @@ class Network:
         self._loop.add_reader(self.carrier.news, self._on_news)
         if self._process.cards is not None:
             self._process.cards.watch(self._loop.add_reader, self._on_failure)
-        for listener in self._listeners:
-            listener.setblocking(False)
-        accepting = [self._spawn(self._accept(listener)) for listener in self._listeners]
+        self._acceptor.start()
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await self._over.wait()
             self._look()
         self._loop.remove_reader(self.carrier.news)
-        # asyncio loses a connection that it accepts while it cancels, and the other end would wait for it.
-        for listener in self._listeners:
-            listener.shutdown(socket.SHUT_RDWR)
-        await asyncio.wait(accepting, timeout=_LOOK_SECONDS)
+        await self._acceptor.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
+        self._acceptor.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while not self._over.is_set():
-            await self._strangers.room()
-            try:
-                connection, _ = await self._loop.sock_accept(listener)
-            except OSError:  # shut down, or out of descriptors for the moment
-                await asyncio.sleep(0 if self._over.is_set() else _LOOK_SECONDS)
-                continue
-            self._strangers.enter(connection)
-            self._spawn(self._greet(connection))
-
-    async def _greet(self, connection: socket.socket) -> None:
-        """Check who has connected, and use the connection as a rail."""
-        proven, used = None, False
-        try:
-            connection.setblocking(False)
-            async with asyncio.timeout(handshake.SECONDS):
-                proven = await handshake.accept(connection, self._process.key, self._process.rank, self._size)
-                used = await self._admit(connection, proven)
-        except (AuthenticationError, handshake.Malformed) as error:
-            self._refuse(str(error) or "a connection was refused that does not speak this protocol")
-        except TimeoutError:
-            if proven is None:
-                self._refuse("a connection was closed that did not prove the job's key in time")
-        except OSError:
-            self.refused += proven is None
-        finally:
-            self._strangers.leave(connection)
-            if not used:
-                connection.close()
-
-    async def _admit(self, connection: socket.socket, proven: handshake.Proven) -> bool:
-        """Answer a rank of the job; whether its connection has become a rail."""
-        if proven.number == handshake.PROBE:
-            await handshake.admit(connection, proven.proof, "it was a probe")
-            return False
-        if proven.number == handshake.PROBE_RDMA:
-            await handshake.admit(connection, proven.proof)
-            await pair_trials.answer(self._process.cards, connection, proven.gids)
-            return False
-        link, both = self._link(proven.rank), ends(connection, proven.number, proven.gids)
-        refusal = link.objection(both)
-        await handshake.admit(connection, proven.proof, refusal)
-        if refusal:
-            return False
-        try:
-            await link.use(connection, both, proven.key, accepting=True)
-        except ResourceError as error:
-            link.pairs.say(both, str(error))
-            return False
-        return True
-
-    def _crowd_out(self, connection: socket.socket) -> None:
-        self._say("connections were closed that had not proved the job's key, because there were too many of them")
-        hang_up(connection)
-
-    def _refuse(self, why: str) -> None:
-        """Count a connection that was closed for what it did."""
-        self.refused += 1
-        self._say(why)
-
-    def _say(self, why: str) -> None:
-        """Warn of refused connections, unless that was done a short time ago."""
-        if time.monotonic() >= self._silent_until:
-            self._silent_until = time.monotonic() + _SAY_SECONDS
-            notice(f"{why} (said once a minute; Communicator.refused() counts them)")
 
     def _keep(self, link: Link) -> None:
         """Let a task make and replace a link's rails."""
@@ -403,7 +328,7 @@ class Network:
         for link in list(self._links.values()):
             self._settle(link)
             if link.clear():
-                self._refuse(
+                self._acceptor.refuse(
                     f"a connection was closed that had proved to be rank {link.rank} and then broke the protocol"
                 )
             self._settle(link)
