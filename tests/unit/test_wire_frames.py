@@ -196,7 +196,7 @@ def frames_of(sizes):
     found.append(frame(Kind.SLOT, CLOSED, payload=b"late", entry=(1, message(4))))
     found.append(frame(Kind.ASK, 0, slot=3, number=1))
     found.append(frame(Kind.TELL, 0, number=1, payload=words(3, 9)))
-    found.append(frame(Kind.STOP, PRODUCER, number=Reason.LEFT.word(1)))
+    found.append(frame(Kind.STOP, PRODUCER, number=Reason.LEFT.word(1), payload=words(0, 0)))
     found.append(frame(Kind.STOPPED, PRODUCER))
     found.append(frame(Kind.PONG, 0, number=1))
     return found
@@ -296,7 +296,10 @@ def test_random_bytes(data):
         frame(Kind.SLOT, CONSUMER, payload=b"x", entry=(1 + LEDGER, message(1))),
         frame(Kind.CREDIT, PRODUCER, payload=words(1, 0)),
         frame(Kind.CREDIT, PRODUCER, number=9, payload=words(0, 0)),
-        frame(Kind.STOP, PRODUCER, number=0xFF),
+        frame(Kind.STOP, PRODUCER, number=0xFF, payload=words(0, 0)),
+        frame(Kind.STOP, PRODUCER, number=Reason.LEFT.word(1)),
+        frame(Kind.STOP, PRODUCER, number=Reason.LEFT.word(1), payload=words(1, 0)),
+        frame(Kind.STOP, PRODUCER, number=Reason.LEFT.word(1), slot=9, payload=words(0, 0)),
         frame(Kind.OPEN, 1, number=100, payload=words(2, 4, PAGE * 2, 1, GROUP) + UNREGISTERED),
         frame(Kind.TELL, 0, payload=words(1)),
         frame(Kind.ARRAY, CONSUMER, payload=words(PAGE, *range(MAX_DEVICES)), entry=(1, message(9))),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xvcomm.memory.ring import Message, Reason, RingLayout, ledger_at
+from xvcomm.memory.ring import CONSUMED, Message, Reason, RingLayout, ledger_at
 from xvcomm.memory.segment import PAGE
 from xvcomm.types.opcode import OpCode
 from xvcomm.wire.arrays import Arrays
@@ -97,16 +97,21 @@ class Side:
             count -= len(self._theirs.recv(count))
         self.carrier.wake()  # as the last thread that waits for a message does
 
-    def frames(self):
-        """The kinds and numbers of the frames that come, until there are none for a while."""
+    def whole_frames(self):
+        """The headers and the words of the payloads of the frames that come, until there are none for a while."""
         self._theirs.settimeout(0.3)
         with contextlib.suppress(TimeoutError):
             while True:
                 header = np.frombuffer(self._theirs.recv(HEADER, socket.MSG_WAITALL), FRAME)[0]
-                self._theirs.recv(int(header["length"]), socket.MSG_WAITALL)
+                payload = self._theirs.recv(int(header["length"]), socket.MSG_WAITALL)
                 if header["kind"] == Kind.OPEN:
                     self.numbers[int(header["number"])] = int(header["slot"])
-                yield Kind(header["kind"]), int(header["number"])
+                yield header, np.frombuffer(payload, np.int64).tolist()
+
+    def frames(self):
+        """Their kinds and numbers."""
+        for header, _ in self.whole_frames():
+            yield Kind(header["kind"]), int(header["number"])
 
     def receive(self):
         """All of them."""
@@ -171,6 +176,21 @@ def test_a_half_that_only_tells_that_the_ring_has_stopped(side, producer):
     side.send(Kind.STOP, side.numbers[NAME], [10], number=LEFT)
     side.send(Kind.STOPPED, side.numbers[NAME])
     assert side.up and not side.halves.sweep()
+
+
+def test_a_consumer_that_leaves_once_it_has_a_message(side):
+    """It says how much it has consumed with that it leaves: a frame of its own could come later over another connection."""
+    end = side.open()
+    side.offer()
+    side.receive()
+    data = [1, 2, 3]
+    side.send(Kind.SLOT, side.numbers[NAME], data, entry=(1, (int(OpCode.SEND), 0, 8 * len(data), 0, 0)))
+    for counter in (LAYOUT.tail(0), CONSUMED):
+        ctypes.c_int64.from_address(end.address + counter).value = 1
+    end.abort(LEFT)
+    side.carrier.wake()
+    stops = [(header["slot"], words) for header, words in side.whole_frames() if header["kind"] == Kind.STOP]
+    assert side.up and stops == [(1, [1])]
 
 
 @pytest.mark.parametrize("word", [LEFT, Reason.ABORTED.word(0)], ids=["left", "aborted"])

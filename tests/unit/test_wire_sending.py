@@ -2,12 +2,13 @@
 
 import mmap
 import socket
+from time import monotonic
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from xvcomm.memory.ring import LEDGER, LEDGER_ENTRY, PAGE, RingEnd, RingLayout
+from xvcomm.memory.ring import CONSUMED, LEDGER, LEDGER_ENTRY, PAGE, Reason, RingEnd, RingLayout
 from xvcomm.types.opcode import OpCode
 from xvcomm.wire.carrier import Carrier
 from xvcomm.wire.frames import FRAME, HEADER, MAX_DEVICES, Kind
@@ -32,11 +33,11 @@ class Sender:
         memory = np.frombuffer(mmap.mmap(-1, LAYOUT.size), np.uint8)
         self._ring = memory
         self.carrier = Carrier(0, 1)
-        end = RingEnd.create(
+        self.end = RingEnd.create(
             SimpleNamespace(address=memory.ctypes.data, size=LAYOUT.size), LAYOUT, peer=1, producer=True
         )
         link = self.carrier.add_link()
-        self._wire = WireEnd(link, NAME, 8, end, None, None)
+        self._wire = WireEnd(link, NAME, 8, self.end, None, None)
         self.carrier.add_wire(self._wire)
         self.carrier.add_rail(link, 1, self._ours)
         self._slots = 0
@@ -46,7 +47,8 @@ class Sender:
     def tell(self, kind, slot, number, words):
         """Send a frame to the carrier."""
         header = np.zeros((), FRAME)
-        header["kind"], header["slot"], header["number"], header["length"] = kind, slot, number, 8 * len(words)
+        header["kind"], header["wire"] = kind, self._wire.record.number
+        header["slot"], header["number"], header["length"] = slot, number, 8 * len(words)
         self._theirs.send(header.tobytes() + np.array(words, np.int64).tobytes())
 
     def post(self, message, data, straight):
@@ -64,6 +66,10 @@ class Sender:
         entry["offer"] = data.ctypes.data if straight else 0
         entry["number"] = message + 1
         self.carrier.wake()
+
+    def consumed(self):
+        """How many messages the receiver has, as the sender knows."""
+        return int(self._ring[CONSUMED:][:8].view(np.int64)[0])
 
     def take(self, count):
         """Receive so many slots: (message, number, payload) of each, and how many have come by each call."""
@@ -122,3 +128,19 @@ def test_slots_that_lie_one_behind_the_other_go_by_one_call(straight):
 def test_a_socket_that_takes_a_part_gets_the_rest(straight):
     with Sender(socket.SOCK_STREAM, 2 * PAGE) as sender:
         send(sender, straight)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_receiver_that_leaves_once_it_has_a_message(heard):
+    """The sender, which waits until its array was read, learns that it was no later than that the receiver has left."""
+    with Sender(socket.SOCK_STREAM) as sender:
+        data = np.ones(5 * PAGE, np.uint8)
+        sender.post(0, data, straight=True)
+        sender.take(5)
+        if heard:
+            sender.tell(Kind.CREDIT, 0, 1, [5])
+        sender.tell(Kind.STOP, 1, Reason.LEFT.word(1), [5])
+        deadline = monotonic() + 60
+        while not sender.end.abort_word():
+            assert monotonic() < deadline
+        assert sender.consumed() == 1

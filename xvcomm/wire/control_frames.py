@@ -36,6 +36,7 @@ def control(rail: Any, kind: int, wire: int, number: int, words: int) -> Any:
 
 @register_jitable
 def send_open(rail: Any, wire: Any) -> None:
+    """Tell that this side has the ring."""
     ring = wire.geometry
     rail.payload[0], rail.payload[1], rail.payload[2] = ring.lanes, ring.slots, ring.slot_bytes
     rail.payload[3], rail.payload[4] = wire.producer, wire.group
@@ -63,12 +64,18 @@ def credit_due(wire: Any, idle: bool) -> bool:
 
 
 @register_jitable
-def send_credit(rail: Any, wire: Any) -> None:
-    lanes = wire.geometry.lanes
+def list_consumed(rail: Any, wire: Any) -> int:
+    """Write how many slots of each lane were consumed to `rail.payload`; how many messages were."""
     wire.credited = load_acquire(wire.ring + CONSUMED)
-    for lane in range(lanes):
+    for lane in range(wire.geometry.lanes):
         rail.payload[lane] = wire.sent[lane] = load_acquire(tail_of(wire, lane))
-    control(rail, _CREDIT, wire.there, wire.credited, lanes)
+    return int(wire.credited)
+
+
+@register_jitable
+def send_credit(rail: Any, wire: Any) -> None:
+    """Tell the producer what was consumed."""
+    control(rail, _CREDIT, wire.there, list_consumed(rail, wire), wire.geometry.lanes)
 
 
 @register_jitable

@@ -8,7 +8,8 @@ Every frame can be sent again over another rail: the receiver drops what it has 
 | SLOT | where its bytes are in the message | the slot, as long as it is filled; the header has its message's description |
 | ENTRY | none | none: the description of a message without slots |
 | CREDIT | messages consumed | slots consumed, of each lane |
-| STOP | abort word; `entry.number` messages were sent before | slots produced, of each lane; or none |
+| STOP | abort word; a producer has sent `entry.number` messages before, a consumer has consumed `slot` | slots produced or \
+consumed, of each lane |
 | STOPPED | none | none: the answer to STOP, once everything before it has arrived |
 | PING, PONG | what the PONG repeats | none |
 | LEAVE | none | none: the process has closed its session |

@@ -27,7 +27,7 @@ PROBE_RDMA = -2
 _LIMIT = 1 << 10
 _NONCE = 32
 _REFUSAL = 400  # characters
-_VERSION = 10
+_VERSION = 11
 
 
 Gid = Annotated[str, Meta(max_length=45)]

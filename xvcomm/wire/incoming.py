@@ -183,11 +183,11 @@ def end_slot(carrier: Any, rail: Any) -> None:
 
 
 @register_jitable
-def _credit(wire: Any, frame: Any) -> bool:
+def _credit(wire: Any, frame: Any, messages: int) -> bool:
     """Take the consumer's counts over; they only grow, whatever the order in which frames arrive."""
     lanes = wire.geometry.lanes
     # `wire.message` may still be a message whose last slot was sent.
-    if wire.producer == 0 or frame.length != 8 * lanes or frame.number > wire.message + 1:
+    if wire.producer == 0 or frame.length != 8 * lanes or messages > wire.message + 1:
         return False
     for lane in range(lanes):
         if _word(frame, lane) > wire.sent[lane]:
@@ -195,8 +195,8 @@ def _credit(wire: Any, frame: Any) -> bool:
     for lane in range(lanes):
         if _word(frame, lane) > load(tail_of(wire, lane)):
             store_release(tail_of(wire, lane), _word(frame, lane))
-    if frame.number > load(wire.ring + CONSUMED):
-        store_release(wire.ring + CONSUMED, frame.number)
+    if messages > load(wire.ring + CONSUMED):
+        store_release(wire.ring + CONSUMED, messages)
     return True
 
 
@@ -228,15 +228,17 @@ def _hear_array(wire: Any, frame: Any) -> bool:
 
 @register_jitable
 def _stop(wire: Any, frame: Any) -> bool:
-    """Take the other side's abort word over."""
+    """Take the other side's abort word over, after what was before it: a consumer may leave once it has a message, whose
+    producer has not heard that it has.
+    """
     lanes = wire.geometry.lanes
-    if not _FIRST_REASON <= frame.number & 0xFF <= _LAST_REASON:
+    if not _FIRST_REASON <= frame.number & 0xFF <= _LAST_REASON or frame.length != 8 * lanes:
+        return False
+    if wire.producer != 0 and wire.shut == 0 and not _credit(wire, frame, frame.slot):
         return False
     if wire.word != 0:
         return True
     if wire.producer == 0:
-        if frame.length != 8 * lanes:
-            return False
         wire.goal = frame.entry.number
         for lane in range(lanes):
             wire.goals[lane] = _word(frame, lane)
@@ -375,7 +377,7 @@ def handle(carrier: Any, rail: Any, rail_index: int, frame: Any) -> int:
             _publish_stop(wire)
         return 0 if good else REFUSED
     if kind == _CREDIT:
-        return 0 if _credit(wire, frame) else REFUSED
+        return 0 if _credit(wire, frame, frame.number) else REFUSED
     if kind == _ARRAY:
         return 0 if _hear_array(wire, frame) else REFUSED
     if kind == _STOP:

@@ -12,12 +12,11 @@ from typing import Any
 
 from xvcomm.jit.atomics import load, load_acquire
 from xvcomm.jit.inline import register_jitable
-from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import ABORT, Reason
 from xvcomm.wire.control_frames import (
     control,
     credit_due,
-    offer,
+    list_consumed,
     send_array,
     send_credit,
     send_failed,
@@ -73,18 +72,20 @@ def _stop_due(link: Any, wire: Any) -> bool:
 
 @register_jitable
 def _send_stop(rail: Any, wire: Any) -> None:
-    """The abort word; of a producer also what it has sent before, of a consumer its description of the next message."""
-    frame = control(rail, _STOP, wire.there, load_acquire(wire.ring + ABORT), 0)
+    """The abort word, and what was before it: what a producer has sent; what a consumer has consumed, and its description of the
+    next message.
+    """
     lanes = wire.geometry.lanes
+    frame = control(rail, _STOP, wire.there, load_acquire(wire.ring + ABORT), lanes)
     if wire.producer != 0:
         whole = not unsent(wire)  # else what was lost is not sent again, and the other side need not wait for it
-        frame.entry.number, frame.length = wire.message if whole else 0, 8 * lanes
+        frame.entry.number = wire.message if whole else 0
         for lane in range(lanes):
             rail.payload[lane] = wire.sent[lane] if whole else 0
     else:
+        frame.slot = list_consumed(rail, wire)
         entry = entry_of(wire, finished(wire), False)
         frame.entry.number, frame.entry.message = entry.number, entry.message
-    offer(rail, address_of(rail, "header"), address_of(rail, "payload"))
     wire.stop = TOLD
 
 
