@@ -86,8 +86,8 @@ class Config:
     )
     tcp_congestion: str | None = _var(
         None,
-        "TCP's congestion control between hosts, `cubic` for instance; the system's if unset. `bbr` sends messages with pauses: "
-        "those of 1 to 4 MiB that do not follow each other closely can take three times as long.",
+        "TCP's congestion control between hosts, `cubic` for instance. If unset the system's; but to hosts that answer within a "
+        "millisecond `cubic` in place of `bbr`, which makes pauses between packets.",
     )
     tls: int = _flag(
         0,

@@ -306,7 +306,13 @@ def listening(comm):
 
 
 def congestion(comm):
-    """TCP's congestion control of the connections between the hosts."""
+    """Print TCP's congestion control of the connections between the hosts."""
+    print(json.dumps(find_congestion(comm)))
+    comm.barrier()
+
+
+def find_congestion(comm):
+    """That of each of them, sorted."""
     comm.all_reduce(np.zeros(10))
     every = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
     found = set()
@@ -315,8 +321,7 @@ def congestion(comm):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as copy:  # it may be closed
                 name = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 found.add(name.rstrip(b"\0").decode())
-    print(json.dumps(sorted(found)))
-    comm.barrier()
+    return sorted(found)
 
 
 def rails(comm, wanted):

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from emulated import EmulatedHosts
+from ranks import find_congestion
 
 from xvcomm.errors import PeerLost, ResourceError
 from xvcomm.testing import World
@@ -21,10 +22,10 @@ RATE = 4e6
 
 
 @pytest.fixture
-def hosts():
-    """Two hosts with two links that a test changes."""
+def hosts(request):
+    """Two hosts with two links that a test changes; with a parameter as the arguments of `EmulatedHosts`."""
     try:
-        made = EmulatedHosts()
+        made = EmulatedHosts(**getattr(request, "param", {}))
     except ResourceError as error:
         pytest.skip(str(error))
     with made:
@@ -228,3 +229,12 @@ def test_links_that_come_and_go(hosts, world, tmp_path):
     (tmp_path / "over").touch()
     sent, received = world.collect()
     assert sent == received > 8
+
+
+@pytest.mark.parametrize("hosts", [{"congestion": "bbr"}], indirect=True, ids=["bbr"])
+def test_congestion_control_of_far_hosts(hosts):
+    """It is the system's, also if that makes pauses between packets."""
+    for link in range(2):
+        hosts.change(link, delay=0.01)
+    with ranks(hosts) as world:
+        assert world.run(find_congestion) == [["bbr"], ["bbr"]]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -28,15 +27,26 @@ def test_fixed_ports(two_hosts, ports, allowed):
         assert len(used) == 1 and used <= allowed, text
 
 
+def congestion(two_hosts, chosen=""):
+    """TCP's congestion control of the connections of both ranks."""
+    texts = two_hosts.run("congestion", env={"XVCOMM_TCP_CONGESTION": chosen} if chosen else {})
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
+@pytest.mark.parametrize("two_hosts", [{"congestion": "reno"}], indirect=True, ids=["reno"])
 def test_congestion_control(two_hosts):
     """The system's, or another one that it allows."""
-    folder = Path("/proc/sys/net/ipv4")
-    read = ("ip", "netns", "exec", two_hosts.namespace(0), "cat", folder / "tcp_congestion_control")
-    system = subprocess.run(read, capture_output=True, text=True, check=True).stdout.strip()
-    other = next(n for n in (folder / "tcp_available_congestion_control").read_text().split() if n != system)
-    for chosen, expected in (("", system), (other, other)):
-        for text in two_hosts.run("congestion", env={"XVCOMM_TCP_CONGESTION": chosen} if chosen else {}):
-            assert json.loads(text.splitlines()[-1]) == [expected], text
+    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    other = next(name for name in available if name != "reno")
+    assert congestion(two_hosts) == [["reno"], ["reno"]]
+    assert congestion(two_hosts, other) == [[other], [other]]
+
+
+@pytest.mark.parametrize("two_hosts", [{"congestion": "bbr"}], indirect=True, ids=["bbr"])
+def test_congestion_control_that_makes_pauses(two_hosts):
+    """Connections to near hosts do not have it, unless it was chosen for xvcomm."""
+    assert all("bbr" not in found for found in congestion(two_hosts))
+    assert congestion(two_hosts, "bbr") == [["bbr"], ["bbr"]]
 
 
 def test_congestion_control_that_there_is_not(two_hosts):

@@ -17,7 +17,7 @@ import relay
 
 from xvcomm.errors import AuthenticationError
 from xvcomm.testing import World, inside
-from xvcomm.wire import connections, handshake, network
+from xvcomm.wire import acceptor, connections, handshake
 from xvcomm.wire.frames import FRAME, Kind
 from xvcomm.wire.records import UP
 
@@ -41,8 +41,8 @@ def work(comm, rounds):
 def prepare(comm):
     """Listen to what is said of strangers from now on; the job's key."""
     SAID.clear()
-    network.notice = SAID.append
-    inside.network(comm)._silent_until = 0.0
+    acceptor.notice = SAID.append
+    inside.network(comm)._acceptor._silent_until = 0.0
     return inside.network(comm)._process.key
 
 

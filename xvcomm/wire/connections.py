@@ -8,18 +8,43 @@ import socket
 import struct
 import termios
 
+import numpy as np
+
 from xvcomm.types.route import Ends
+from xvcomm.wire.records import TOLD_BY_KERNEL
 
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
 
 
+_PACED, _UNPACED = b"bbr", (b"cubic", b"reno")
+_NEAR_MICROSECONDS = 1000
+"""Least time of a round trip below which a connection stays within a cluster."""
+
+
 def set_up(connection: socket.socket, congestion: str) -> None:
-    """Make a connection a rail's, with this congestion control; with the system's if it is empty."""
+    """Make a connection a rail's.
+
+    Args:
+        connection: has carried the handshake.
+        congestion: TCP's congestion control. If empty the system's; but none that makes pauses between packets to a near host:
+            with `bbr` messages of 4 MiB over loopback took twice as long as with `cubic`.
+    """
     if congestion:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    elif connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(_PACED) and _near(connection):
+        for name in _UNPACED:
+            with contextlib.suppress(OSError):  # not every user may choose each of them
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+                break
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def _near(connection: socket.socket) -> bool:
+    size = TOLD_BY_KERNEL.itemsize
+    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size).ljust(size, b"\xff")
+    return bool(np.frombuffer(told, TOLD_BY_KERNEL)["least_round_trip"][0] < _NEAR_MICROSECONDS)
 
 
 def ends(connection: socket.socket, number: int, gids: tuple[str, str] | None = None) -> Ends:

@@ -18,15 +18,16 @@ class EmulatedHosts(Hosts):
         links: between the hosts.
         seed: of the losses.
         mtu: most bytes of a packet.
+        congestion: see `Hosts`.
 
     Raises:
         ResourceError: as of `Hosts`; or there is no /dev/net/tun.
     """
 
-    def __init__(self, links=2, seed=0, mtu=1500):
+    def __init__(self, links=2, seed=0, mtu=1500, congestion=""):
         self._seed, self._mtu = seed, mtu
         self._forwarders = []
-        super().__init__(links)
+        super().__init__(links, congestion=congestion)
 
     def make_interfaces(self, link):
         ends = [word for side in range(2) for word in (self.namespace(side), self.interface(side, link))]
