@@ -62,6 +62,11 @@ FOUR = {"rocm:4": {"devices": "rocm:4"}, "rocm:2 and rocm:2": {"devices": "rocm:
 Job = Callable[..., World]
 
 
+def on(*names: str) -> pytest.MarkDecorator:
+    """Run a test with the ranks of these jobs, and not with those of `TABLE`."""
+    return pytest.mark.parametrize("world", names, indirect=True)
+
+
 @pytest.fixture(scope="session")
 def environment(rocm_path: Path) -> dict[str, str]:
     """Variables with which ranks find the libraries."""
@@ -77,13 +82,6 @@ def job(environment: Mapping[str, str]) -> Job:
 @pytest.fixture(scope="module", params=TABLE)
 def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
     """Ranks that serve all tests of one job."""
-    with job(request.param) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module", params=ALONE)
-def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
-    """ROCm ranks only."""
     with job(request.param) as ranks:
         yield ranks
 
@@ -165,21 +163,20 @@ def test_errors(world: World, check: Callable[..., None]) -> None:
     world.run(check)
 
 
-def test_errors_on_four_ranks(job: Job) -> None:
+@on("rocm:4")
+def test_errors_on_four_ranks(world: World) -> None:
     """If other ranks stop the native library first, a rank's kernels end as on success."""
-    with job("rocm:4") as ranks:
-        for check in failures.CHECKS:
-            ranks.run(check)
+    for check in failures.CHECKS:
+        world.run(check)
 
 
-@pytest.mark.parametrize("name", FOUR)
-def test_repeated_calls_on_four_ranks(job: Job, name: str) -> None:
+@on(*FOUR)
+def test_repeated_calls_on_four_ranks(world: World) -> None:
     """With islands of several members, compiled code also starts the steps inside them."""
-    with job(name) as ranks:
-        ranks.run(repeated_calls.check_forms_repeated, 480)
-        ranks.run(repeated_calls.check_forms_repeated, 240_000)  # more than a ring holds
-        ranks.run(repeated_calls.check_uneven_repeated)
-        ranks.run(graphs.check_graph_of_few)
+    world.run(repeated_calls.check_forms_repeated, 480)
+    world.run(repeated_calls.check_forms_repeated, 240_000)  # more than a ring holds
+    world.run(repeated_calls.check_uneven_repeated)
+    world.run(graphs.check_graph_of_few)
 
 
 def sizes_of_rings(comm: Communicator) -> tuple[list[int], list[str]]:
@@ -207,9 +204,10 @@ def test_short_sums_take_little_memory(job: Job) -> None:
         refusals.check_messages_refused,
     ],
 )
-def test_refusals(alone: World, check: Callable[..., None]) -> None:
+@on(*ALONE)
+def test_refusals(world: World, check: Callable[..., None]) -> None:
     """Invalid input, including arrays on other devices and handles that are not streams."""
-    alone.run(check)
+    world.run(check)
 
 
 def test_delayed_streams(job: Job) -> None:
@@ -282,16 +280,15 @@ def test_one_gpu_needs_no_library(job: Job, environment: Mapping[str, str], tmp_
         assert any(isinstance(outcome, BackendUnavailable) for outcome in outcomes), outcomes
 
 
-@pytest.mark.parametrize("name", ["rocm:2", *PAIR])
-def test_dtypes(job: Job, name: str) -> None:
+@on("rocm:2", *PAIR)
+def test_dtypes(world: World) -> None:
     """Every dtype, and every reduction with some of them, by the native library and by the movers."""
-    with job(name) as ranks:
-        for dtype in DTYPES:
-            ops = [str(op) for op in reductions(dtype)]
-            some = ops if dtype.name in ("float32", "int32") else ops[dtype.code % len(ops) :][:1]
-            ranks.run(collectives.check_reductions, dtype.name, some)
-            ranks.run(collectives.check_all_gather, dtype.name, 1001)
-            ranks.run(pointtopoint.check_exchange, dtype.name, 1001)
+    for dtype in DTYPES:
+        ops = [str(op) for op in reductions(dtype)]
+        some = ops if dtype.name in ("float32", "int32") else ops[dtype.code % len(ops) :][:1]
+        world.run(collectives.check_reductions, dtype.name, some)
+        world.run(collectives.check_all_gather, dtype.name, 1001)
+        world.run(pointtopoint.check_exchange, dtype.name, 1001)
 
 
 def temporary_results(comm: Communicator) -> list[float]:
@@ -317,11 +314,10 @@ def temporary_results(comm: Communicator) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_temporary_results(job: Job, name: str) -> None:
+@on(*ALONE)
+def test_temporary_results(world: World) -> None:
     """As for JAX's arrays: the host also waits if the user gives a stream."""
-    with job(name) as ranks:
-        assert ranks.run(temporary_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
+    assert world.run(temporary_results) == [[3.0] * 4 + [2.0] * 4, [3.0] * 4 + [1.0] * 4]
 
 
 def averages_alone(comm: Communicator) -> None:
@@ -344,10 +340,11 @@ def test_default_stream_of_another_device(environment: Mapping[str, str]) -> Non
         ranks.run(averages_alone)
 
 
+@on(*ALONE)
 @pytest.mark.parametrize("check", graphs.CHECKS)
-def test_graphs(alone: World, check: Callable[..., None]) -> None:
+def test_graphs(world: World, check: Callable[..., None]) -> None:
     """Operations captured in a HIP graph, by the native library and across islands."""
-    alone.run(check)
+    world.run(check)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -365,18 +362,17 @@ def test_loading(job: Job, late: str) -> None:
         ranks.run(failures.check_deadline_beside_loading, late)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_death(job: Job, name: str) -> None:
+def test_death(world: World) -> None:
     """Operations that wait for a killed rank fail with its number; the streams continue."""
-    with job(name) as ranks:
-        ranks.run(meet)
-        victim = ranks.size - 1
-        for rank in range(victim):
-            ranks.submit(rank, failures.wait_for_last)
-        ranks.submit(victim, failures.die_awaited)
-        begun = time.monotonic()
-        *outcomes, dead = ranks.collect()
-        assert time.monotonic() - begun < SOON
-        assert isinstance(dead, EOFError)
-        for errors in outcomes:
-            assert len(errors) == 3 and all(isinstance(e, PeerLost) and e.peer == victim for e in errors), errors
+    world.run(meet)
+    victim = world.size - 1
+    for rank in range(victim):
+        world.submit(rank, failures.wait_for_last)
+    world.submit(victim, failures.die_awaited)
+    begun = time.monotonic()
+    *outcomes, dead = world.collect()
+    world.retire()
+    assert time.monotonic() - begun < SOON
+    assert isinstance(dead, EOFError)
+    for errors in outcomes:
+        assert len(errors) == 3 and all(isinstance(e, PeerLost) and e.peer == victim for e in errors), errors

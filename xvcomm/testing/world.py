@@ -111,6 +111,10 @@ class World(Ranks):
             self._begin_again()
         super().submit(rank, function, *args)
 
+    def retire(self) -> None:
+        """Let the next call start other ranks, since a test has killed one or used them up."""
+        self._stale = True
+
     def _begin_again(self) -> None:
         if len(self._failures) >= _STARTS:
             raise RankFailure(
