@@ -175,7 +175,7 @@ def test_crowd(job):
 
 
 def frame(kind, wire=0, lane=0, slot=0, number=0, length=0, entry=(1, (0,) * 5)):
-    return np.array((kind, wire, lane, slot, number, length, entry), FRAME).tobytes()
+    return np.array((kind, wire, lane, 0, slot, number, length, entry), FRAME).tobytes()
 
 
 def prove(connection, key, rank, peer, then=b""):

@@ -146,8 +146,9 @@ def message(nbytes):
 
 
 def frame(kind, wire, lane=0, slot=0, number=0, payload=b"", entry=(0, (0,) * 5)):
-    """A frame as (header, payload)."""
-    return np.array((kind, wire, lane, slot, number, len(payload), entry), FRAME), payload
+    """A frame as (header, payload); of the lane the lower 32 bits."""
+    lane = int(np.int64(lane).astype(np.int32))
+    return np.array((kind, wire, lane, 0, slot, number, len(payload), entry), FRAME), payload
 
 
 def words(*values):
@@ -246,7 +247,8 @@ def test_changed_frames(sizes, changes, repeated, cuts):
     frames = frames_of(sizes)
     for which, field, value in changes:
         *outer, last = field
-        functools.reduce(operator.getitem, outer, frames[which % len(frames)][0])[last] = value
+        place = functools.reduce(operator.getitem, outer, frames[which % len(frames)][0])
+        place[last] = np.int64(value).astype(place.dtype[last])
     frames += [frames[which % len(frames)] for which in repeated]
     run(*cut(encode(frames), cuts))
 

@@ -77,6 +77,11 @@ class Side:
         while self._rail.received < self._sent and self.up:
             progress(self.carrier.address, 0, 0)
 
+    def await_bytes(self, rail, count):
+        """Wait until a connection has received so many bytes."""
+        while self.carrier.rails[rail].received < count:
+            progress(self.carrier.address, 0, 0)
+
     def offer(self, name=NAME, producer=True, group=GROUP, there=THEIRS, peer=0):
         """Open the ring."""
         shape = (LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, producer, group, peer)
@@ -191,6 +196,33 @@ def test_a_consumer_that_leaves_once_it_has_a_message(side):
     side.carrier.wake()
     stops = [(header["slot"], words) for header, words in side.whole_frames() if header["kind"] == Kind.STOP]
     assert side.up and stops == [(1, [1])]
+
+
+def test_a_slot_whose_first_copy_begins_last(side):
+    """The sender has given up the connection by which it went first, which breaks off in the middle: the second copy counts."""
+    with contextlib.ExitStack() as closing:
+        end = side.open()
+        side.offer()
+        side.receive()
+        data = np.arange(32, dtype=np.int64).tobytes()
+        wire, description = side.numbers[NAME], (1, (int(OpCode.SEND), 0, len(data), 0, 0))
+        theirs, rails = [], []
+        for number in range(2):
+            other, ours = socket.socketpair()
+            closing.enter_context(other)
+            closing.enter_context(ours)
+            ours.setblocking(False)
+            theirs.append(other)
+            rails.append(side.carrier.add_rail(side.link, 2 + number, ours))
+        for index, attempt in ((1, 1), (0, 0)):
+            header = np.array((Kind.SLOT, wire, 0, attempt, 0, 0, len(data), description), FRAME)
+            theirs[index].sendall(header.tobytes() + data[:100])
+            side.await_bytes(rails[index], HEADER + 100)
+        theirs[1].sendall(data[100:])
+        side.await_bytes(rails[1], HEADER + len(data))
+        side.carrier.drop(rails[0])
+        head = ctypes.c_int64.from_address(end.address + LAYOUT.head(0)).value
+        assert head == 1 and ctypes.string_at(end.address + LAYOUT.data, len(data)) == data
 
 
 @pytest.mark.parametrize("word", [LEFT, Reason.ABORTED.word(0)], ids=["left", "aborted"])

@@ -29,7 +29,7 @@ def control(rail: Any, kind: int, wire: int, number: int, words: int) -> Any:
     """Let a rail send a frame whose payload, so many words, is at `rail.payload`."""
     frame = rail.header
     frame.kind, frame.wire, frame.lane, frame.slot, frame.number, frame.length = kind, wire, 0, 0, number, 8 * words
-    frame.entry.number = 0
+    frame.attempt = frame.entry.number = 0
     offer(rail, address_of(rail, "header"), address_of(rail, "payload"))
     return frame
 

@@ -56,7 +56,8 @@ class Kind(enum.IntEnum):
 FRAME = np.dtype([
     ("kind", "i8"),
     ("wire", "i8"),  # the receiver's number of the wire; of OPEN 1 if the sender wants that number
-    ("lane", "i8"),
+    ("lane", "i4"),
+    ("attempt", "i4"),  # of SLOT: how often it was sent before, over rails that were lost
     ("slot", "i8"),  # number of the slot in its lane
     ("number", "i8"),
     ("length", "i8"),  # bytes of the payload

@@ -131,7 +131,7 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
     head = load(head_of(wire, lane))
     rail.slot_left, rail.slot_data, rail.slot_wire = frame.length, 0, frame.wire % PLACES
     rail.slot_lane, rail.slot_number = lane, number
-    rail.slot_message, rail.slot_bytes = frame.entry.number, frame.length
+    rail.slot_message, rail.slot_bytes, rail.slot_attempt = frame.entry.number, frame.length, frame.attempt
     if number < head:
         return True
     if number - load_acquire(tail_of(wire, lane)) >= ring.slots:
@@ -147,10 +147,13 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
     if owner == ARRIVED:
         return True
     if owner != NOBODY and owner != 1 + rail_index:
-        # A slower rail still receives the same slot: its bytes go nowhere from now on.
-        slower = rail_at(load(carrier.rails + 8 * (owner - 1)))
-        await_copy(slower)
-        slower.slot_data = 0
+        # Another rail still receives the same slot. The sender has given up the one by which it went first, which may break off:
+        # the bytes of that go nowhere, even if they begin to arrive last.
+        other = rail_at(load(carrier.rails + 8 * (owner - 1)))
+        if frame.attempt < other.slot_attempt:
+            return True
+        await_copy(other)
+        other.slot_data = 0
     store(wire.owners + 8 * place, 1 + rail_index)
     rail.slot_data = _target(wire, frame, place)
     if rail.slot_placed == 0:

@@ -147,6 +147,7 @@ RAIL = np.dtype([
     ("slot_data", "i8"),  # where they go; 0: nowhere
     ("gathered_at", "i8"),  # when the socket is looked at again, if many bytes of the slot are to come
     ("slot_wire", "i8"),  # place in the table
+    ("slot_attempt", "i8"),
     ("slot_placed", "i8"),  # whether its bytes were written into the consumer's array before
     ("slot_lane", "i8"),
     ("slot_number", "i8"),

@@ -54,6 +54,7 @@ def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
             place = lane * ring.slots + number % ring.slots
             if load(wire.owners + 8 * place) == AGAIN:
                 if not flies(wire, place):
+                    frame_at(wire.frames, place).attempt += 1
                     _send_slot(rail, rail_index, wire, place)
                     rail.out_again = 1
                     rail.repeated += 1
@@ -129,7 +130,7 @@ def _describe(wire: Any, entry: Any, lane: int, number: int, offset: int, length
     store(wire.sources + 8 * place, data)
     frame = frame_at(wire.frames, place)
     frame.kind, frame.wire, frame.lane, frame.slot, frame.number = _SLOT, wire.there, lane, number, offset
-    frame.length = length
+    frame.length, frame.attempt = length, 0
     frame.entry.number, frame.entry.message = entry.number, entry.message
     wire.sent[lane] = number + 1
 
