@@ -87,7 +87,7 @@ class Config:
     tcp_congestion: str | None = _var(
         None,
         "TCP's congestion control between hosts, `cubic` for instance. If unset the system's; but to hosts that answer within a "
-        "millisecond `cubic` in place of `bbr`, which makes pauses between packets.",
+        "millisecond `cubic`, or `reno` where it is not allowed, in place of `bbr`, which makes pauses between packets.",
     )
     tls: int = _flag(
         0,

@@ -16,9 +16,11 @@ _LOOK_NS = 1_000_000
 """How long what the kernel has told is good, at least; a round trip if that is longer."""
 _SAMPLE_BYTES, _SMOOTH_NS = 64 << 10, 2e7
 """Bytes of which the rate of a full connection is taken at least, and the time over which it is smoothed."""
-_LEAST_GROWTH_NS, _MOST_GROWTH_NS = 1e8, 1e9
-"""Time in which the rate of a rail that leaves slots to others grows about threefold, so that it is tried again: half of the time
-over which the rate was taken. A link that came back a moment ago may have stalled for half a second, and be fast from then on.
+_GROWTH_NS = 1e9
+"""Time in which the rate of a rail that leaves slots to others grows about threefold, so that it is tried again."""
+_STALL_NS, _STALLED_GROWTH_NS, _FEW = 2e8, 1e8, 8
+"""A sample that takes so long may tell of a stall, as of a link that has just come back: then the rate grows in the second time,
+while there are only few samples.
 """
 _LEAST_NS = 100_000
 """A rail that is slower by less than this takes what it can."""
@@ -50,7 +52,7 @@ def look(rail: Any) -> int:
         if rail.full_since != 0:
             weight = passed / (passed + _SMOOTH_NS) if rail.rate > 0 else 1.0
             rail.rate += weight * (carried / passed - rail.rate)
-            rail.measured += passed
+            rail.samples, rail.sampled = rail.samples + 1, passed
         rail.full_since, rail.acknowledged = now, told.acknowledged
     return now
 
@@ -104,7 +106,7 @@ def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
         own = _expected(rail, nbytes, free, proven, now) - _LEAST_NS
         if own > 2 * _expected(other, nbytes, free, proven, now) and own > _expected(other, rest, free, proven, now):
             if not free and now == rail.looked:
-                growth = min(_MOST_GROWTH_NS, max(_LEAST_GROWTH_NS, rail.measured / 2))
-                rail.rate = _rate(rail) * (1 + _good_ns(rail) / growth)
+                stalled = rail.sampled >= _STALL_NS and rail.samples < _FEW
+                rail.rate = _rate(rail) * (1 + _good_ns(rail) / (_STALLED_GROWTH_NS if stalled else _GROWTH_NS))
             return True
     return False

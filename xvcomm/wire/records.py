@@ -123,7 +123,8 @@ RAIL = np.dtype([
     ("sent_then", "i8"),
     ("queued", "i8"),
     ("rate", "f8"),  # bytes a nanosecond while the connection was full; 0: it was not yet
-    ("measured", "i8"),  # nanoseconds over which it was taken
+    ("samples", "i8"),  # how often it was taken, and in how many nanoseconds at last
+    ("sampled", "i8"),
     ("full_since", "i8"),  # 0: it is not; bytes acknowledged then
     ("acknowledged", "i8"),
     ("declined", "i8"),  # whether it has left a slot to another rail, when it was looked at last
