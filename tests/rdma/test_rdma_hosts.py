@@ -180,7 +180,7 @@ def test_random_chains_over_both_nics(other_host: Any, connect: Any, sender: int
     sends = other_host.index == sender
     memory = payload() if sends else np.zeros(CHAINS * AREA // 8, np.int64)
     words = np.zeros(2, np.int64)
-    ends = [connect(nic, memory, words) for nic in (0, 1)]
+    ends = [connect(nic, memory, words, timeout=17) for nic in (0, 1)]  # half a second: this machine may be busy
     other_host.swap()
     if sends:
         send_all(ends, memory, np.zeros(2, np.int64))
@@ -340,7 +340,7 @@ def test_forks_after_registration_keep_the_bytes_right(other_host: Any, connect:
     """A child that is alive shares the pages while both sides write to them: the device must see the parent's."""
     sends = other_host.index == sender
     memory, words = np.zeros(CHAINS * AREA // 8, np.int64), np.zeros(2, np.int64)
-    ends = [connect(nic, memory, words) for nic in (0, 1)]
+    ends = [connect(nic, memory, words, timeout=17) for nic in (0, 1)]  # half a second: this machine may be busy
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # keeps what the fork gave it until the parent has ended its part
