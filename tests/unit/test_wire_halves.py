@@ -184,7 +184,7 @@ def test_a_half_that_only_tells_that_the_ring_has_stopped(side, producer):
 
 
 def test_a_consumer_that_leaves_once_it_has_a_message(side):
-    """It says how much it has consumed with that it leaves: a frame of its own could come later over another connection."""
+    """The STOP frame tells how much it has consumed: a CREDIT frame could come later over another connection."""
     end = side.open()
     side.offer()
     side.receive()
@@ -199,7 +199,7 @@ def test_a_consumer_that_leaves_once_it_has_a_message(side):
 
 
 def test_a_slot_whose_first_copy_begins_last(side):
-    """The sender has given up the connection by which it went first, which breaks off in the middle: the second copy counts."""
+    """The connection of the first copy is lost in the middle of the slot: the second copy counts."""
     with contextlib.ExitStack() as closing:
         end = side.open()
         side.offer()

@@ -132,7 +132,7 @@ def test_a_socket_that_takes_a_part_gets_the_rest(straight):
 
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_receiver_that_leaves_once_it_has_a_message(heard):
-    """The sender, which waits until its array was read, learns that it was no later than that the receiver has left."""
+    """The sender learns that its array was read before it learns that the receiver has left."""
     with Sender(socket.SOCK_STREAM) as sender:
         data = np.ones(5 * PAGE, np.uint8)
         sender.post(0, data, straight=True)

@@ -16,9 +16,9 @@ from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.links import Link, Process
 
 _PAUSE_SECONDS = 0.2
-"""Without accepting when the system has refused it; and at most until the listeners have stopped."""
+"""Pause after the system has refused a connection, and limit of the wait for the listeners to stop."""
 _SAY_SECONDS = 60.0
-"""How long nothing is said of refused connections after one was told of."""
+"""Least time between two warnings of refused connections."""
 
 
 class Acceptor:
@@ -36,7 +36,7 @@ class Acceptor:
         """Prepare to accept.
 
         Args:
-            process: this one.
+            process: to which they connect.
             size: of the whole job.
             listeners: are closed by `close`.
             link: the link to a rank, made if there is none.
@@ -68,7 +68,7 @@ class Acceptor:
             listener.close()
 
     def refuse(self, why: str) -> None:
-        """Count a connection that was closed for what it did."""
+        """Count a connection that was closed because it broke the protocol, and warn."""
         self.refused += 1
         self._say(why)
 
@@ -84,7 +84,7 @@ class Acceptor:
             self._spawn(self._greet(connection))
 
     async def _greet(self, connection: socket.socket) -> None:
-        """Check who has connected, and use the connection as a rail."""
+        """Verify that the other end knows the job's key, and make the connection a rail."""
         proven, used = None, False
         try:
             connection.setblocking(False)
@@ -129,7 +129,7 @@ class Acceptor:
         hang_up(connection)
 
     def _say(self, why: str) -> None:
-        """Warn of refused connections, unless that was done a short time ago."""
+        """Warn, unless there was a warning within `_SAY_SECONDS`."""
         if time.monotonic() >= self._silent_until:
             self._silent_until = time.monotonic() + _SAY_SECONDS
             notice(f"{why} (said once a minute; Communicator.refused() counts them)")

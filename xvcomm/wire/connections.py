@@ -15,11 +15,10 @@ from xvcomm.wire.records import TOLD_BY_KERNEL
 
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
-
-
 _PACED, _UNPACED = b"bbr", (b"cubic", b"reno")
+"""The congestion control that makes pauses between packets, and those that replace it, the preferred one first."""
 _NEAR_MICROSECONDS = 1000
-"""Least time of a round trip below which a connection stays within a cluster."""
+"""A host with a shorter least round trip is near: in the same cluster."""
 
 
 def set_up(connection: socket.socket, congestion: str) -> None:

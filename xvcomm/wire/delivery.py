@@ -19,8 +19,8 @@ _SAMPLE_BYTES, _SMOOTH_NS = 64 << 10, 2e7
 _GROWTH_NS = 1e9
 """Time in which the rate of a rail that leaves slots to others grows about threefold, so that it is tried again."""
 _STALL_NS, _STALLED_GROWTH_NS, _FEW = 2e8, 1e8, 8
-"""A sample that takes so long may tell of a stall, as of a link that has just come back: then the rate grows in the second time,
-while there are only few samples.
+"""A link that has just come back may stall once. If a sample took the first time, and fewer samples than the third number were
+taken, the rate grows threefold in the second time.
 """
 _LEAST_NS = 100_000
 """A rail that is slower by less than this takes what it can."""

@@ -147,8 +147,8 @@ def _begin_slot(carrier: Any, rail: Any, rail_index: int, wire: Any, frame: Any)
     if owner == ARRIVED:
         return True
     if owner != NOBODY and owner != 1 + rail_index:
-        # Another rail still receives the same slot. The sender has given up the one by which it went first, which may break off:
-        # the bytes of that go nowhere, even if they begin to arrive last.
+        # Another rail still receives the same slot. The sender has closed the rail of the earlier attempt, whose bytes may end in
+        # the middle of the slot: keep the later attempt, in whatever order the two begin to arrive.
         other = rail_at(load(carrier.rails + 8 * (owner - 1)))
         if frame.attempt < other.slot_attempt:
             return True
@@ -231,8 +231,8 @@ def _hear_array(wire: Any, frame: Any) -> bool:
 
 @register_jitable
 def _stop(wire: Any, frame: Any) -> bool:
-    """Take the other side's abort word over, after what was before it: a consumer may leave once it has a message, whose
-    producer has not heard that it has.
+    """Take over the other side's abort word, and a consumer's counts first: it may leave before its credit for the last message
+    arrives.
     """
     lanes = wire.geometry.lanes
     if not _FIRST_REASON <= frame.number & 0xFF <= _LAST_REASON or frame.length != 8 * lanes:

@@ -72,8 +72,8 @@ def _stop_due(link: Any, wire: Any) -> bool:
 
 @register_jitable
 def _send_stop(rail: Any, wire: Any) -> None:
-    """The abort word, and what was before it: what a producer has sent; what a consumer has consumed, and its description of the
-    next message.
+    """Send the abort word, with a producer's counts of what it has sent, or with a consumer's counts of what it has consumed and
+    its description of the next message.
     """
     lanes = wire.geometry.lanes
     frame = control(rail, _STOP, wire.there, load_acquire(wire.ring + ABORT), lanes)
