@@ -65,11 +65,12 @@ def driver(root: Path) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def run(driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(driver: ModuleType, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs phases of variants with these names on ranks without work; returns the run."""
     fake = tmp_path / "fake.py"
     fake.write_text(FAKE)
     monkeypatch.setattr(driver, "RANK", fake)
+    monkeypatch.setattr(sys, "executable", python)
 
     def begin(*phases: Any, patience: float = 30.0, budget: float = 60.0) -> Any:
         now = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -26,13 +27,17 @@ import types
 from collections.abc import Callable
 from typing import NamedTuple, TextIO
 
+_MAX_PASSED = 16
+"""Descriptors that a client passes at most."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 class Program(NamedTuple):
     """What a client asks for: arguments as Python has them, beginning with the program, `-m` or `-c`."""
 
     client: str
     arguments: list[str]
-    unbuffered: bool
+    options: list[str]
     folder: str
     variables: dict[str, str]
     limits: dict[int, tuple[int, int]]
@@ -45,12 +50,13 @@ class Program(NamedTuple):
         for number, limit in self.limits.items():
             resource.setrlimit(number, limit)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self.unbuffered or "PYTHONUNBUFFERED" in self.variables:
+        if "-u" in self.options or "PYTHONUNBUFFERED" in self.variables:
             sys.stdout, sys.stderr = _unbuffered(sys.stdout), _unbuffered(sys.stderr)
         sys.executable = self.client  # what this program starts is forked too
         first, *rest = self.arguments
         added = filter(None, self.variables.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:0] = [os.path.dirname(os.path.abspath(first)) if first[0] != "-" else "", *added]
+        place = os.path.dirname(os.path.abspath(first)) if first[0] != "-" else ""
+        sys.path[:0] = [*([place] if "-P" not in self.options else []), *added]
         if first == "-m":
             sys.argv = rest
             sys.modules.pop(rest[0], None)  # else runpy warns
@@ -89,8 +95,8 @@ class Server:
     def _start(self) -> Program | None:
         connection, _ = self._listener.accept()
         try:
-            program, streams = _receive(connection)
-        except (OSError, ValueError):  # the client was killed
+            program, streams, namespaces = _receive(connection)
+        except (OSError, ValueError, EOFError, TypeError):  # the client was killed
             connection.close()
             return None
         child = os.fork()
@@ -98,8 +104,9 @@ class Server:
             os.setpgid(0, 0)
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-        for stream in streams:
-            os.close(stream)
+            _enter(namespaces)
+        for descriptor in streams + namespaces:
+            os.close(descriptor)
         if child == 0:
             connection.close()
             self._let_go()
@@ -144,12 +151,22 @@ def _unbuffered(stream: TextIO) -> TextIO:
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)  # type: ignore[arg-type]
 
 
-def _receive(connection: socket.socket) -> tuple[Program, list[int]]:
-    size = array.array("i", range(3)).itemsize
-    length, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * size))
+def _receive(connection: socket.socket) -> tuple[Program, list[int], list[int]]:
+    """What to run, its three streams, and its namespaces."""
+    length, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(_MAX_PASSED * array.array("i").itemsize))
     ((_, _, data),) = ancillary
     text = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
-    return Program(*marshal.loads(text)), list(array.array("i", data))
+    passed = array.array("i", data).tolist()
+    return Program(*marshal.loads(text)), passed[:3], passed[3:]
+
+
+def _enter(namespaces: list[int]) -> None:
+    """Join those that differ from this process's own, which may need root."""
+    own = {os.stat(f"/proc/self/ns/{name}").st_ino for name in os.listdir("/proc/self/ns")}
+    for namespace in namespaces:
+        if os.fstat(namespace).st_ino not in own and _libc.setns(namespace, 0):
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot join a namespace of the caller: {os.strerror(number)}")
 
 
 def _send(connection: socket.socket, number: int) -> None:

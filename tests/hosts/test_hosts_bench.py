@@ -12,13 +12,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIBRARIES = {"xvcomm", "gloo", "mpi", "C", "C, polling"}
 
 
-def test_quick(two_hosts, tmp_path):
+def test_quick(two_hosts, tmp_path, python):
     """All figures are measured and written; no result is wrong, and what a cut link delays is noticed."""
     pytest.importorskip("mpi4py")
     pytest.importorskip("torch")
     if not shutil.which("gcc") or not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("needs gcc, and mpirun beside this Python")
-    command = (sys.executable, BENCHMARKS / "hosts.py", "--quick", "--out", tmp_path)
+    command = (python, BENCHMARKS / "hosts.py", "--quick", "--out", tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "hosts.json").read_text())
@@ -35,9 +35,9 @@ def test_quick(two_hosts, tmp_path):
     assert (tmp_path / "hosts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_quick_losses(two_hosts, tmp_path):
+def test_quick_losses(two_hosts, tmp_path, python):
     """Losses are noticed after they occur, a host's when it was silent for most of its timeout."""
-    command = (sys.executable, BENCHMARKS / "faults.py", "--quick", "--out", tmp_path)
+    command = (python, BENCHMARKS / "faults.py", "--quick", "--out", tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "faults.json").read_text())

@@ -149,6 +149,16 @@ def test_short_messages_avoid_a_far_link(hosts, world, size):
         world.run(send_until_over, 1 - far, size)
 
 
+def test_credits_avoid_a_far_link(hosts, world):
+    """A sender that waits for one would wait as long as the packets of that link take."""
+    for far in (0, 1):
+        hosts.change(far, delay=0.05)
+        hosts.change(1 - far, delay=0)
+        world.run(send_until_over, 1 - far, 100)
+        told = world.run(send, 100, 1000)[1]
+        assert told[far] < told[1 - far] / 3
+
+
 def test_messages_avoid_a_narrow_link(hosts, world):
     """Messages of some slots go over the faster one of two links, once both have been full."""
     for narrow in (0, 1):

@@ -79,6 +79,22 @@ def test_slow_link_and_small_messages(two_hosts):
     assert fast + slow > 24 << 20 and slow < 0.7 * fast  # 0.1 on an idle machine; half of the slots each would be 1
 
 
+@pytest.mark.parametrize("two_hosts", [{"rate": ("400mbit", "40mbit")}], indirect=True, ids=["a tenth"])
+def test_slow_link_that_is_tried_again(two_hosts):
+    """A slow link gets a part from time to time, in case it has become faster, but not a part of each message from then on."""
+    text, _ = two_hosts.run("share", 1, 260, 60)
+    fast, slow = json.loads(text.splitlines()[-1])
+    assert fast + slow > 199 << 20 and slow < 0.04 * fast, (fast, slow)
+
+
+@pytest.mark.parametrize("two_hosts", [{"links": 4, "rate": "100mbit"}], indirect=True, ids=["four"])
+def test_many_links_and_small_messages(two_hosts):
+    """Messages of four slots go over four links of the same speed, not over the first two."""
+    text, _ = two_hosts.run("share", 1, 80, 20)
+    sent = json.loads(text.splitlines()[-1])
+    assert sum(sent) > 59 << 20 and min(sent) > 0.1 * sum(sent), sent
+
+
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_link_cut(two_hosts, threads):
     """A link is cut and comes back while messages are under way: nothing is lost."""

@@ -46,24 +46,25 @@ def test_srun(two_hosts):
     assert [told(text)[:2] for text in two_hosts.outputs(ranks)] == [[0, "a"], [1, "b"]]
 
 
-def test_jax(two_hosts):
+def test_jax(two_hosts, python):
     """By JAX's own variables; the ranks meet through its coordination service."""
     pytest.importorskip("jax")
     cluster = {"JAX_COORDINATOR_ADDRESS": "a:29712", "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
     ranks = [
-        two_hosts.begin(side, sys.executable, RANKS, "jax", env={**cluster, "JAX_PROCESS_ID": str(side)})
-        for side in range(2)
+        two_hosts.begin(side, python, RANKS, "jax", env={**cluster, "JAX_PROCESS_ID": str(side)}) for side in range(2)
     ]
     assert [told(text)[:2] for text in two_hosts.outputs(ranks)] == [[0, "a"], [1, "b"]]
 
 
-def test_torchrun(two_hosts, tmp_path):
+def test_torchrun(two_hosts, tmp_path, python):
     """DDP, and a pipeline, in one job that two torchruns start: the losses of one process."""
     pytest.importorskip("torch")
     files = [tmp_path / "a", tmp_path / "b"]
     place = ("--nnodes", "2", "--master-addr", "a", "--master-port", "29713", "--nproc-per-node", "1")
     agents = [
-        two_hosts.begin(side, BIN / "torchrun", *place, "--node-rank", side, RANKS, "losses", files[side])
+        two_hosts.begin(
+            side, python, "-m", "torch.distributed.run", *place, "--node-rank", side, RANKS, "losses", files[side]
+        )
         for side in range(2)
     ]
     two_hosts.outputs(agents)
@@ -89,16 +90,17 @@ def test_mpirun(two_hosts, tmp_path):
     assert lines == [[0, "a", "cuda@0", "1.0"], [1, "b", "rocm@1", "2.0"]], text
 
 
-def test_xvcomm_run(two_hosts, tmp_path):
+def test_xvcomm_run(two_hosts, tmp_path, python):
     """A stage in PyTorch on one host, and one in JAX on the other: the losses of one process."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     nodes = ("--nnodes", "2", "--master", "a", "-n", "1", "--islands", "cuda:1,rocm:1")
     train = (TRAIN, *SMALL, "--framework", "torch,jax", "--out", tmp_path / "both")
     both = [
-        two_hosts.begin(side, BIN / "xvcomm", "run", *nodes, "--node-rank", side, "--", *train) for side in range(2)
+        two_hosts.begin(side, python, "-m", "xvcomm", "run", *nodes, "--node-rank", side, "--", *train)
+        for side in range(2)
     ]
-    alone = two_hosts.begin(0, sys.executable, TRAIN, *SMALL, "--framework", "numpy", "--out", tmp_path / "alone")
+    alone = two_hosts.begin(0, python, TRAIN, *SMALL, "--framework", "numpy", "--out", tmp_path / "alone")
     two_hosts.outputs([*both, alone])
     header, *steps = read(tmp_path / "both")
     assert header["stages"] == [[0], [1]] and header["framework"] == ["torch", "jax"]

@@ -79,6 +79,31 @@ def test_options_of_python(python: str) -> None:
     )
 
 
+def test_a_path_without_the_programs_folder(python: str) -> None:
+    code = "import sys; print('' in sys.path)"
+    assert [subprocess.check_output([python, *options, "-c", code]) for options in ([], ["-P"], ["-P", "-u"])] == [
+        b"True\n", b"False\n", b"False\n",
+    ]  # fmt: skip
+
+
+def test_a_program_of_mpirun_has_an_interpreter_of_its_own(python: str) -> None:
+    command = [python, "-c", "import sys; print(sys.executable)"]
+    told = subprocess.check_output(command, env=os.environ | {"PMIX_RANK": "0"}, text=True)
+    assert told.strip() == sys.executable
+
+
+def test_namespaces_are_those_of_the_caller(python: str) -> None:
+    """A program that a test starts on a simulated host runs there."""
+    if subprocess.run(["unshare", "-num", "true"], capture_output=True).returncode:
+        pytest.skip("this user may make no namespaces")
+    code = "import os; print(*(os.readlink(f'/proc/self/ns/{name}') for name in ('net', 'uts', 'mnt')))"
+    told = 'readlink /proc/self/ns/net /proc/self/ns/uts /proc/self/ns/mnt; exec "$@"'
+    command = ["unshare", "-num", "sh", "-c", told, "sh", python, "-c", code]
+    *caller, program = subprocess.check_output(command, text=True).splitlines()
+    assert program.split() == caller
+    assert not set(caller) & {os.readlink(f"/proc/self/ns/{name}") for name in ("net", "uts", "mnt")}
+
+
 def test_limits_are_those_of_the_caller(python: str) -> None:
     code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     lower = 'ulimit -Sn 77; ulimit -Hn 88; exec "$@"'

@@ -63,8 +63,7 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
-def start(*arguments: str, env: Env) -> subprocess.Popen[str]:
-    command = [sys.executable, *arguments]
+def start(*command: str, env: Env) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -82,7 +81,7 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 0, 1), (1, 0, 1)])
 def test_two_processes_of_one_number(script: Script, address: str, numbers: tuple[int, ...]) -> None:
     path = script(JOIN)
-    started = [start(path, env=numbered(number, 3, address)) for number in numbers]
+    started = [start(sys.executable, path, env=numbered(number, 3, address)) for number in numbers]
     twice = next(number for number in numbers if numbers.count(number) == 2)
     pids = [process.pid for process, number in zip(started, numbers, strict=True) if number == twice]
     for output in outputs(started):
@@ -97,13 +96,15 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_file_stores_folder_serves_again_after_a_death(script: Script, tmp_path: Path, death: str) -> None:
+def test_a_file_stores_folder_serves_again_after_a_death(
+    script: Script, python: str, tmp_path: Path, death: str
+) -> None:
     store, (count, end) = f"file://{tmp_path / 'store'}", DEATHS[death]
     dying = script("from xvcomm.comm.init import init", end)
-    outputs([start(dying, env=numbered(rank, 2, store)) for rank in range(count)])
+    outputs([start(python, dying, env=numbered(rank, 2, store)) for rank in range(count)])
     assert list((tmp_path / "store").rglob("=*"))
     path = script(LIFE, "print('done')")
-    for text in outputs([start(path, env=numbered(rank, 2, store)) for rank in range(2)]):
+    for text in outputs([start(python, path, env=numbered(rank, 2, store)) for rank in range(2)]):
         assert text.endswith("done\n"), text
 
 
@@ -115,31 +116,31 @@ def test_torchrun_on_one_host_needs_no_torch(script: Script, tmp_path: Path) -> 
     assert list((tmp_path / "logs").rglob("xvcomm*")) == []
 
 
-def test_torchrun_restarts(script: Script) -> None:
+def test_torchrun_restarts(script: Script, python: str) -> None:
     pytest.importorskip("torch")
     fail = "if comm.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)"
     path = script(LIFE, "comm = init(timeout=60)", fail, "comm.close(); print('done', flush=True)")
-    output = run(sys.executable, *TORCHRUN, "2", "--max-restarts", "1", path)
+    output = run(python, *TORCHRUN, "2", "--max-restarts", "1", path)
     assert output.count("done") >= 2  # on lines of their own, unless both ranks write at the same time
 
 
-def test_two_torchruns(script: Script, port: int) -> None:
+def test_two_torchruns(script: Script, python: str, port: int) -> None:
     pytest.importorskip("torch")
     path = script(LIFE, "print('done', comm.size, flush=True)")
     meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
     command = (*TORCHRUN, "1", *meeting, "--local-addr", "localhost", path)
-    agents = [start(*command, env=environment()) for _ in range(2)]
+    agents = [start(python, *command, env=environment()) for _ in range(2)]
     texts = outputs(agents)
     assert [agent.returncode for agent in agents] == [0, 0] and all("done 2" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("group_first", [True, False])
-def test_torchruns_variables_without_torchrun(script: Script, port: int, group_first: bool) -> None:
+def test_torchruns_variables_without_torchrun(script: Script, python: str, port: int, group_first: bool) -> None:
     pytest.importorskip("torch")
     group = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier()"
     path = script(*((group, LIFE) if group_first else (LIFE, group)), "print('done')")
     env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for text in outputs([start(path, env={**env, "RANK": str(rank)}) for rank in range(2)]):
+    for text in outputs([start(python, path, env={**env, "RANK": str(rank)}) for rank in range(2)]):
         assert text.endswith("done\n"), text
 
 
@@ -152,7 +153,7 @@ def test_mpirun(script: Script) -> None:
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_jax(script: Script, port: int, said: bool) -> None:
+def test_jax(script: Script, python: str, port: int, said: bool) -> None:
     """JAX's variables contain the rank, or the rank was only passed to JAX."""
     pytest.importorskip("jax")
     joined = f"""
@@ -166,12 +167,12 @@ jax.distributed.initialize("127.0.0.1:{port}", 2, int(sys.argv[1]), initializati
     def variables(rank: int) -> Env:
         return {"JAX_PROCESS_ID": str(rank), "JAX_NUM_PROCESSES": "2"} if said else {}
 
-    for text in outputs([start(path, str(rank), env=environment(**variables(rank))) for rank in range(2)]):
+    for text in outputs([start(python, path, str(rank), env=environment(**variables(rank))) for rank in range(2)]):
         assert "done" in text, text
 
 
-def test_a_killed_rank_does_not_hold_up_the_closing_of_rank_0(script: Script, address: str) -> None:
-    other = start(script(JOIN, "os.kill(os.getpid(), 9)"), env=numbered(1, 2, address))
+def test_a_killed_rank_does_not_hold_up_the_closing_of_rank_0(script: Script, python: str, address: str) -> None:
+    other = start(python, script(JOIN, "os.kill(os.getpid(), 9)"), env=numbered(1, 2, address))
     comm: Any = init.init(env=numbered(0, 2, address), timeout=SOON)
     outputs([other])
     began = time.monotonic()

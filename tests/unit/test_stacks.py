@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xvcomm.system.stacks import SIGNAL, StackFile, collect, handled, request, written_by
+from xvcomm.system.stacks import StackFile, collect, first, handled, request, send, written_by
 
 HOLD = """
 from xvcomm.system.stacks import StackFile
@@ -42,6 +42,21 @@ def test_an_older_text_is_not_taken_for_the_answer(file: StackFile) -> None:
     assert request(me) and collect([me], 0.1, time.time())[me]
     os.utime(file.fd, (time.time() - 2, time.time() - 2))
     assert written_by(me) and collect([me], 0.1, time.time()) == {me: ""}
+
+
+def test_a_stack_is_complete_when_another_one_follows() -> None:
+    head, frame = "Stack (most recent call first):\n", '  File "job.py", line 1 in step\n'
+    assert first("") == first(head + frame) == first(frame + head + frame) == ""
+    assert first(head + frame + head) == first(frame + head + frame + head + frame[:9]) == head + frame
+    assert first(frame + head + frame, complete=False) == head + frame and first(frame, complete=False) == ""
+
+
+def test_what_there_is_at_the_deadline_of_a_stack_that_is_not_complete(file: StackFile) -> None:
+    text = 'Stack (most recent call first):\n  File "job.py", line 1 in step\n'
+    os.ftruncate(file.fd, 0)
+    os.write(file.fd, text.encode())
+    assert written_by(os.getpid()) == ""
+    assert collect([os.getpid()], 0.05, time.time()) == {os.getpid(): text}
 
 
 def test_there_is_one_for_a_process(file: StackFile) -> None:
@@ -77,7 +92,7 @@ def test_a_child_does_not_write_to_its_parent(file: StackFile) -> None:
     os.ftruncate(file.fd, 0)
     pid = os.fork()
     if pid == 0:
-        os.kill(os.getpid(), SIGNAL)
+        send(os.getpid())
         os._exit(int("test_a_child" not in written_by(os.getpid())))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert written_by(os.getpid()) == ""

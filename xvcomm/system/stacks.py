@@ -3,6 +3,9 @@
 `faulthandler` writes it from its signal handler, which takes no lock. It could write the stacks of all threads, but reads those
 of running threads at its own risk: that has killed processes. Other processes of the same user open the file through /proc; a
 reader that wants a new text empties it first.
+
+It writes piece by piece, without an end. So the signal is sent twice: the handler runs once after the other, and the head of the
+second stack shows that the first one is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import ctypes
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +27,7 @@ SIGNAL = signal.SIGRTMIN + 7
 """Of the real-time signals, which no common program uses; that a process handles it is checked before it is sent."""
 NAME = "xvcomm-stacks"
 _FRESH_SECONDS, _LOOK_SECONDS = 0.5, 0.005
+_HEAD = re.compile(r".*\(most recent call first\):$", re.MULTILINE)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,35 +107,42 @@ def request(pid: int) -> bool:
 
 
 def send(pid: int) -> None:
-    """Send SIGNAL to a process's main thread; a signal to the process may come to another one. Raises OSError if it is gone."""
-    if _libc.tgkill(pid, pid, SIGNAL) != 0:
-        raise OSError(ctypes.get_errno(), f"tgkill: process {pid}")
+    """Send SIGNAL to a process's main thread, twice; one to the process may go to another. Raises OSError if it is gone."""
+    for _ in range(2):
+        if _libc.tgkill(pid, pid, SIGNAL) != 0:
+            raise OSError(ctypes.get_errno(), f"tgkill: process {pid}")
 
 
-def written_by(pid: int, since: float = 0.0) -> str:
-    """What a process of this user has written since a time, in seconds as of `time.time`; empty if it has not."""
+def written_by(pid: int, since: float = 0.0, *, complete: bool = True) -> str:
+    """The stack that a process of this user has written since a time, as of `time.time`; see `first`."""
     try:
         files = [file for file in find(pid, NAME) if file.stat().st_mtime >= since]
-        return whole("".join(file.read_text(errors="replace") for file in files))
+        return first("".join(file.read_text(errors="replace") for file in files), complete=complete)
     except OSError:
         return ""
 
 
-def whole(text: str) -> str:
-    """A stack with its head line; empty if another reader has emptied the file in the middle."""
-    return text if text.partition("\n")[0].endswith("(most recent call first):") else ""
+def first(text: str, *, complete: bool = True) -> str:
+    """The first stack that has its head line; lines before it are the rest of one in whose middle a reader has emptied the file.
+
+    Args:
+        complete: leave it out unless the head of another one follows; else its outer calls may be missing.
+    """
+    bounds = [found.start() for found in _HEAD.finditer(text)] + ([] if complete else [len(text)])
+    return text[bounds[0] : bounds[1]] if len(bounds) > 1 else ""
 
 
 def collect(pids: Sequence[int], seconds: float, asked: float) -> dict[int, str]:
-    """What processes write within some time, after `request`, or another reader's.
+    """The stacks that processes write within some time, after `request`, or another reader's; at its end also incomplete ones.
 
     Args:
         asked: when, as of `time.time`. A text from long before is left out: another reader has not emptied the file yet.
     """
     until, since = time.monotonic() + seconds, asked - 2 * _FRESH_SECONDS
     while True:
-        found = {pid: written_by(pid, since) for pid in pids}
-        if all(found.values()) or time.monotonic() > until:
+        late = time.monotonic() > until
+        found = {pid: written_by(pid, since, complete=not late) for pid in pids}
+        if late or all(found.values()):
             return found
         time.sleep(_LOOK_SECONDS)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "jax_data_parallel.py"
 
 
 @pytest.mark.parametrize("islands", [pytest.param("cuda:1,rocm:1", marks=pytest.mark.slow), "cuda:2,rocm:1"])
-def test_losses_are_those_of_one_process(tmp_path: Path, islands: str) -> None:
+def test_losses_are_those_of_one_process(python: str, tmp_path: Path, islands: str) -> None:
     """Over two islands, of equal and of unequal size; the losses decrease."""
-    run = [sys.executable, "-m", "xvcomm", "run", "--islands", islands, "--"]
+    run = [python, "-m", "xvcomm", "run", "--islands", islands, "--"]
     command = [*run, str(EXAMPLE), "--check", "--steps", "41"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")}
     environment |= {"XVCOMM_DEVICE": "host", "JAX_PLATFORMS": "cpu"}

@@ -29,9 +29,9 @@ def output(command: list[str], folder: Path, line: str, names: list[str]) -> lis
 
 
 @pytest.fixture(scope="module")
-def ported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def ported(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The output of each program with xvcomm's import."""
-    command = [str(BIN / "xvcomm"), "run", "-n", str(RANKS), "--islands", "a:2,b:2", "--"]
+    command = [python, "-m", "xvcomm", "run", "-n", str(RANKS), "--islands", "a:2,b:2", "--"]
     lines = output(command, tmp_path_factory.mktemp("ported"), OURS, list(PROGRAMS))
     assert len(lines) == len(PROGRAMS), lines
     return dict(zip(PROGRAMS, lines, strict=True))
@@ -61,7 +61,7 @@ def test_known_results(ported: dict[str, str]) -> None:
     assert ported["background"] == "background 6 [0, 2]"
 
 
-def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+def test_one_process_needs_no_launcher(python: str, tmp_path: Path) -> None:
     """A program started without a launcher is a world of one rank, which is joined on first use."""
     script = tmp_path / "alone.py"
     script.write_text(
@@ -72,18 +72,18 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
         "try:\n    MPI.Win\nexcept AttributeError as error:\n    print(error)\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("XVCOMM_")} | {"XVCOMM_DEVICE": "host"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([python, str(script)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[1.0, 1.0, 1.0]\nxvcomm's MPI has no Win")
 
 
-def test_abort_ends_the_job(tmp_path: Path) -> None:
+def test_abort_ends_the_job(python: str, tmp_path: Path) -> None:
     """With its exit code, and a reason for the other ranks."""
     script = tmp_path / "aborts.py"
     script.write_text(
         f"{OURS}\ncomm = MPI.COMM_WORLD\ncomm.Barrier()\nif comm.rank:\n    comm.Abort(5)\ncomm.Recv(bytearray(1), 1)\n"
     )
-    command = [str(BIN / "xvcomm"), "run", "-n", "2", "--", str(script)]
+    command = [python, "-m", "xvcomm", "run", "-n", "2", "--", str(script)]
     done = subprocess.run(
         command, env={**os.environ, "XVCOMM_DEVICE": "host"}, capture_output=True, text=True, timeout=60
     )
