@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,14 @@ FAULTS = ["none", "cut", "flush"]
 
 
 @pytest.fixture
-def run(fake_verbs, tmp_path, shim, rocm_path):
+def run(fake_verbs, tmp_path, shim, rocm_path, python):
     """A function that runs the job with some faults, each with a delay, and gives what it says of each."""
 
     def running(sides, *cases):
         arguments = ["rocm", fake_verbs, tmp_path, sides, *itertools.chain(*cases)]
         modules = [shim, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         env = os.environ | {"ROCM_PATH": str(rocm_path), "PYTHONPATH": os.pathsep.join(map(str, modules))}
-        done = subprocess.run(
-            [sys.executable, JOB, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=250
-        )
+        done = subprocess.run([python, JOB, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, f"after {done.stdout}\n{done.stderr}"
         return done.stdout.splitlines()
 

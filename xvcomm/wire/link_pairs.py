@@ -87,9 +87,14 @@ class LinkPairs:
         self._failing[index] = made
         self._carrier.report(self._number, *made.names, answer=made.confirmed)
         self._end(index, made, gone=gone)
-        if why and not gone:
+        if gone:
+            return
+        if why:
             self.troubles.fail(both, why, follows=made.follows)
             self._warn(both, why, cause)
+        elif made.confirmed:
+            told = f"rank {self._rank} reports that its end has failed"
+            self.troubles.hear(f"{made.pair.where}: {told}")
 
     def say(self, both: Ends, why: str) -> None:
         """Say once why there is no RDMA between two addresses, and keep it for the case that nothing else carries."""

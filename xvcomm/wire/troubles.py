@@ -47,6 +47,11 @@ class Troubles:
         """No connection to make a rail could be had; of less interest than what devices have said."""
         self._refusal, self.newest = self._refusal if self.text else why, time.monotonic()
 
+    def hear(self, why: str) -> None:
+        """The other side has told that its end of a rail has failed; of interest only if nothing else is known."""
+        if not self._failure:
+            self._failure, self._refusal, self._follows = why, "", True
+
     def explain(self, why: str) -> None:
         """What has caused the failure of a rail that has failed before."""
         if self._follows:
