@@ -24,7 +24,7 @@ from xvcomm.wire.control_frames import (
     send_tell,
 )
 from xvcomm.wire.counters import any_flies, entry_of, finished
-from xvcomm.wire.delivery import look
+from xvcomm.wire.delivery import credit_is_sooner, look
 from xvcomm.wire.frames import Kind
 from xvcomm.wire.records import TOLD, UNTOLD, link_at, wire_at
 from xvcomm.wire.slot_frames import send_data, unsent
@@ -108,8 +108,10 @@ def _choose_of(carrier: Any, rail: Any, rail_index: int, link: Any, wire: Any, p
             control(rail, _STOPPED, wire.there, 0, 0)
             return True
         if wire.producer == 0 and credit_due(wire, idle):
-            send_credit(rail, wire)
-            return True
+            if link.socket_count < 2 or rail.rdma != 0 or not credit_is_sooner(link, rail):
+                send_credit(rail, wire)
+                return True
+            rail.declined = 1
         if send_array(carrier, rail, link, wire):
             return True
     if wire.there < 0 or wire.producer == 0 or wire.confirm != 0 or not _carries(link, rail, wire):

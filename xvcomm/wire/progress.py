@@ -90,14 +90,20 @@ def _call_helper(carrier: Any) -> None:
 
 
 @register_jitable
-def _carry(carrier: Any, idle: bool, first: int, receives: bool = True) -> bool:
-    """Receive and send on all rails for which no other thread does, from rail `first` on; whether anything moved.
+def _carry(carrier: Any, idle: bool, thread: int, receives: bool = True) -> bool:
+    """Receive and send on all rails for which no other thread does; whether anything moved.
+
+    Each round begins one rail further on, so that all rails come to take slots of short messages, and are measured.
 
     Args:
         idle: whether to send credits that could wait, too.
+        thread: number of a further thread, which begins with the rail of this number in each round; else 0.
         receives: whether to receive from sockets; what comes over RDMA costs no system call, and is always taken.
     """
-    moved, count = False, carrier.rail_count
+    moved, count, first = False, carrier.rail_count, thread
+    if thread == 0:
+        first = carrier.rounds
+        carrier.rounds += 1
     for n in range(count):
         i = (first + n) % count
         rail = rail_at(load(carrier.rails + 8 * i))

@@ -123,8 +123,13 @@ RAIL = np.dtype([
     ("sent_then", "i8"),
     ("queued", "i8"),
     ("rate", "f8"),  # bytes a nanosecond while the connection was full; 0: it was not yet
-    ("samples", "i8"),  # how often it was taken, and in how many nanoseconds at last
-    ("sampled", "i8"),
+    ("growth", "f8"),  # part of `rate` by which it may have become faster since, and when that last grew
+    ("grown", "i8"),
+    ("tried", "i8"),  # bytes that are acknowledged once the slot is delivered by which it is measured; 0: there is none
+    ("tried_after", "i8"),  # bytes that were acknowledged when it took that slot, and when the kernel told so
+    ("tried_since", "i8"),
+    ("watched", "i8"),  # whether the end of that slot's delivery is watched for
+    ("measured", "i8"),  # bytes by which it was measured
     ("full_since", "i8"),  # 0: it is not; bytes acknowledged then
     ("acknowledged", "i8"),
     ("declined", "i8"),  # whether it has left a slot to another rail, when it was looked at last
@@ -321,6 +326,7 @@ CARRIER = np.dtype([
     ("lock", "i8"),
     ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
     ("calls", "i8"),  # how often they did
+    ("rounds", "i8"),  # how often they or the carrier's thread have looked at all rails
     ("asleep", "i8"),
     ("over", "i8"),
     ("helpers", "i8"),  # address of the records of the further threads, and how many there are

@@ -6,7 +6,7 @@ from typing import Any
 
 from xvcomm.jit.atomics import load
 from xvcomm.jit.inline import register_jitable
-from xvcomm.wire.delivery import look
+from xvcomm.wire.delivery import look, watch
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.locks import begin_copy, end_copy
 from xvcomm.wire.outgoing import choose_frame
@@ -60,6 +60,7 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
     while total < SEND_BYTES:
         if rail.out == 0 and not choose_frame(carrier, rail, rail_index, idle):
             rail.blocked = 0
+            watch(rail)
             return total
         count = _list_parts(rail)
         begin_copy(carrier, rail)

@@ -110,11 +110,11 @@ def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
 
 
 @register_jitable
-def _declines(link: Any, rail: Any, nbytes: int, rest: int) -> bool:
+def _declines(link: Any, rail: Any, nbytes: int, rest: int, whole: int) -> bool:
     """Whether a rail leaves a slot to another one that would deliver it sooner; see `another_is_sooner`."""
     if link.socket_count < 2 or link.rdma_rails > 0 or link.chosen > 0:
         return False
-    rail.declined = 1 if another_is_sooner(link, rail, nbytes, rest) else 0
+    rail.declined = 1 if another_is_sooner(link, rail, nbytes, rest, whole) else 0
     return bool(rail.declined != 0)
 
 
@@ -182,7 +182,8 @@ def send_data(rail: Any, rail_index: int, link: Any, wire: Any) -> bool:
             place = lane * ring.slots + number % ring.slots
             if not flies(wire, place) and _filled(wire, entry.offer, lane, number):
                 length = min(chunk, high - offset)
-                if _declines(link, rail, length, used * min(high - offset, ring.slots * chunk // 2)):
+                rest = used * min(high - offset, ring.slots * chunk // 2)
+                if _declines(link, rail, length, rest, nbytes):
                     return False
                 _describe(wire, entry, lane, number, offset, length)
                 _send_slot(rail, rail_index, wire, place)
