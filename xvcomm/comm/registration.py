@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from xvcomm.errors import ArrayError, ClosedError
+from xvcomm.errors import ClosedError
 from xvcomm.memory.readers import view
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class Registering:
         with a registered array; one that does not fit saves a copy also if only the sender's array is registered.
         Worth it for arrays that are used many times: registering locks their memory, page by page.
 
-        Without RDMA and on one host this does nothing, successfully: a program can always call it.
+        Without RDMA and on one host this does nothing, successfully: a program can always call it. So it does for an array in a
+        GPU's memory: the GPU copies it to and from slots, which lie where RDMA devices reach them (Device-Direct).
 
         After a call with an array has failed, close its registration and register it again; those of other arrays go on, also
         over `shrink`. `grow` makes another job: register all arrays again. The memory is kept until the registration is closed,
@@ -58,7 +59,7 @@ class Registering:
         registered; before Linux 5.12 it does not have the registered pages at all.
 
         Raises:
-            ArrayError, DTypeError: not a contiguous array, or one in a GPU's memory.
+            ArrayError, DTypeError: not a contiguous array.
             ResourceError: a device or a limit of memory refuses; says what to do.
             ClosedError: this communicator was closed, or another one has taken its place.
         """
@@ -66,11 +67,7 @@ class Registering:
         if closed := self._context.lifecycle.closed:
             raise ClosedError(f"register {closed}", rank=self.rank)
         if found.device != "host":
-            raise ArrayError(
-                f"an array in the memory of a GPU ({found.device}:{found.index}) is not registered: its messages go through "
-                "rings in that memory, which RDMA devices reach already (Device-Direct); register arrays in host memory only",
-                rank=self.rank,
-            )
+            return Registration(())
         ends: list[Callable[[], None]] = []
         with contextlib.ExitStack() as undo:
             for transport in self._context.session.transports:

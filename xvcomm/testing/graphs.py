@@ -153,8 +153,8 @@ def check_graph_keeps_its_memory(comm: Communicator) -> None:
 def check_graph_of_few(comm: Communicator) -> None:
     """So few elements that some ranks only need their native library; captured after compiled code has run it."""
     a, size = arrays(comm), comm.size
-    x, y, z = a.put(np.full(1, comm.rank + 1.0)), a.put(np.zeros(size)), a.put(np.zeros(1))
-    whole = np.arange(size) + 1.0
+    whole = size * (np.arange(size) + 1.0)  # native libraries divide by `size` before they add: here without rounding
+    x, y, z = a.put(whole[[comm.rank]]), a.put(np.zeros(size)), a.put(np.zeros(1))
     forms: list[tuple[Callable[[], None], Any, Array]] = [
         (lambda: comm.all_gather(x, out=y), y, whole),
         (lambda: comm.reduce(x, 0, out=None if comm.rank else z), z, np.full(1, 0.0 if comm.rank else sum(whole))),

@@ -218,6 +218,7 @@ def check_beside_collectives(comm: Communicator) -> None:
     a = arrays(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     buffer = a.put(np.zeros(400_000))
+    comm.barrier()  # joins the native library, which loads kernels: behind a receive that waits, this would wait too
     work = comm.irecv(buffer, before)
     totals = [comm.all_reduce(a.put(np.full(50_000, float(i)))) for i in range(5)]
     for i, total in enumerate(totals):

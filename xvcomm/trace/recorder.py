@@ -144,7 +144,8 @@ def _take_stack(writer):  # type: ignore[no-untyped-def]
     if writer.stacks >= 0 and now - header.asked > STACK_NANOSECONDS:
         header.asked = now
         _ftruncate(writer.stacks, 0)
-        _tgkill(writer.process, writer.process, writer.signal)
+        for _ in range(2):  # the head of the second one shows that the first one is complete
+            _tgkill(writer.process, writer.process, writer.signal)
 
 
 @register_jitable

@@ -24,8 +24,8 @@ _CLOCK_SECONDS = 2.0
 """How long all ranks of a host have to tell its clock."""
 _RECORDS = 64
 """Number of the newest records of each rank in a snapshot; with them come older ones that have not ended."""
-_STACK_SECONDS = 0.1
-"""How long processes have to write their stacks."""
+_STACK_SECONDS, _PAUSE_SECONDS = 0.1, 0.02
+"""How long processes have to write their stacks, and the time between two questions for them."""
 
 
 class Recorders:
@@ -166,11 +166,20 @@ class Recorders:
         elsewhere = [rank for rank in ranks if rank not in self.neighbours]
         asked = self._reach.ask(elsewhere, Question(Topic.TAKE_STACK), deadline) if elsewhere else {}
         texts = stacks.collect(list(here.values()), min(_STACK_SECONDS, deadline.left()), begun)
-        if asked:
-            time.sleep(min(_STACK_SECONDS, deadline.left()))
-        answers = self._reach.ask(list(asked), Question(Topic.STACK), deadline) if asked else {}
-        found = {rank: stacks.whole(answer.text()) for rank, answer in answers.items()}
+        found = self._told_stacks(list(asked), deadline) if asked else {}
         return found | {rank: texts[pid] for rank, pid in here.items()}
+
+    def _told_stacks(self, ranks: list[int], deadline: Deadline) -> dict[int, str]:
+        """The stacks that ranks of other hosts have been asked for; what is there by the deadline if one is not complete."""
+        until, found = Deadline.after(min(_STACK_SECONDS, deadline.left())), dict.fromkeys(ranks, "")
+        while True:
+            late = until.expired()
+            waiting = [rank for rank, text in found.items() if not text]
+            answers = self._reach.ask(waiting, Question(Topic.STACK), deadline)
+            found |= {rank: stacks.first(answer.text(), complete=not late) for rank, answer in answers.items()}
+            if late or all(found.values()):
+                return found
+            time.sleep(_PAUSE_SECONDS)
 
     def _seen(self, rank: int) -> bool:
         """Whether this process can see a rank's process."""
