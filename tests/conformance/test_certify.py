@@ -24,14 +24,14 @@ needs_rocm = pytest.mark.skipif(
 def certify(*args, launcher=()):
     """Exit code, standard output, and standard error of the command."""
     command = [os.environ["TEST_PYTHON"], "-m", "xvcomm", *launcher, "certify", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=280)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
 
 def results(world, *sections, quick=True):
     """The code of all ranks, and rank 0's results by section."""
-    outcomes = world.run(certify_job, Options(sections=sections, quick=quick), timeout=200)
+    outcomes = world.run(certify_job, Options(sections=sections, quick=quick), timeout=280)
     (code,) = {code for code, _ in outcomes}
     return code, {result.name: result for result in outcomes[0][1].results}
 
@@ -44,7 +44,7 @@ def test_what_is_right_passes(tmp_path):
     """Two islands of host memory: a report in three forms, and code 0 where all that was asked for was proven."""
     chosen = "versions,operations,messages,faults"
     code, printed, told = certify(
-        "--islands", "a,b", "--quick", "--seconds", "100", "--sections", chosen, "--out", tmp_path
+        "--islands", "a,b", "--quick", "--seconds", "240", "--sections", chosen, "--out", tmp_path
     )
     assert code == PROVEN, told + printed
     report = json.loads((tmp_path / "certify.json").read_text())
@@ -102,7 +102,7 @@ def test_one_rank_alone():
 def test_training_and_speed(tmp_path):
     pytest.importorskip("torch")
     code, printed, told = certify(
-        "-n", "2", "--quick", "--seconds", "100", "--sections", "training,speed", "--out", tmp_path
+        "-n", "2", "--quick", "--seconds", "240", "--sections", "training,speed", "--out", tmp_path
     )
     assert code == PROVEN, told + printed
     training, speed = json.loads((tmp_path / "certify.json").read_text())["results"]
