@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +16,18 @@ PERIOD_NS = 8_800_000
 """How long the faster rail takes for a message."""
 
 
+ROUTES = itertools.count(1)
+
+
 def rail(rate: float, measured: int) -> SimpleNamespace:
-    """One that is idle, and has told all it ever sent."""
+    """One between addresses of its own that is idle, and has told all it ever sent."""
     told = SimpleNamespace(
         round_trip=200, least_round_trip=5, limits=1, rate=0, unsent=0, sent=measured, repeated=0, acknowledged=measured
     )
     return SimpleNamespace(
-        told=told, looked=0, sent=0, sent_then=0, queued=0, rate=rate, growth=0.0, grown=NOW, tried=0, tried_after=0,
-        tried_since=0, watched=0, measured=measured, full_since=0, acknowledged=0, blocked=0, copying=0,
+        route=next(ROUTES), told=told, looked=0, sent=0, sent_then=0, queued=0, rate=rate, growth=0.0, grown=NOW,
+        tried=0, tried_after=0, tried_since=0, watched=0, measured=measured, full_since=0, acknowledged=0, blocked=0,
+        copying=0,
     )  # fmt: skip
 
 
@@ -48,6 +53,13 @@ def seconds_until_tried(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_rail_of_the_same_speed_shares(seconds_until_tried) -> None:
     assert seconds_until_tried(rail(FAST, 1 << 30), rail(FAST, 1 << 30)) == 0
+
+
+def test_rails_between_the_same_addresses_share(seconds_until_tried) -> None:
+    """Whatever their rates seem to be: threads of one machine are slowed down by each other."""
+    rails = rail(FAST, 1 << 30), rail(SLOW, 1 << 30)
+    rails[1].route = rails[0].route
+    assert seconds_until_tried(*rails) == 0
 
 
 def test_a_slow_rail_is_tried_from_time_to_time(seconds_until_tried) -> None:

@@ -89,7 +89,7 @@ class Receiver:
         offered["message"], offered["offer"], offered["number"] = message(ARRAY_BYTES), self.array.address, 1
         self._theirs, self._ours = socket.socketpair()
         self._ours.setblocking(False)
-        self.rail = self.carrier.rails[self.carrier.add_rail(links[0], 1, self._ours)]
+        self.rail = self.carrier.rails[self.carrier.add_rail(links[0], 1, 1, self._ours)]
         self._fed = 0
 
     def add(self, link, name, end):

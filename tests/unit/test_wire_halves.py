@@ -53,7 +53,7 @@ class Side:
         self._theirs, self._ours = pair = socket.socketpair()
         self._sockets += pair
         self._ours.setblocking(False)
-        self._index = self.carrier.add_rail(self.link, 1, self._ours)
+        self._index = self.carrier.add_rail(self.link, 1, 1, self._ours)
         self._rail = self.carrier.rails[self._index]
         self._sent = 0
 
@@ -213,7 +213,7 @@ def test_a_slot_whose_first_copy_begins_last(side):
             closing.enter_context(ours)
             ours.setblocking(False)
             theirs.append(other)
-            rails.append(side.carrier.add_rail(side.link, 2 + number, ours))
+            rails.append(side.carrier.add_rail(side.link, 2 + number, 2 + number, ours))
         for index, attempt in ((1, 1), (0, 0)):
             header = np.array((Kind.SLOT, wire, 0, attempt, 0, 0, len(data), description), FRAME)
             theirs[index].sendall(header.tobytes() + data[:100])

@@ -28,6 +28,12 @@ def record(sent, received, repeated=0):
     return SimpleNamespace(sent=sent, received=received, repeated=repeated)
 
 
+def test_paths_between_the_same_addresses_have_one_route():
+    known = Paths()
+    numbers = [known.use("tcp", (HERE, there, number)) for there in (THERE, "10.0.1.2") for number in range(2)]
+    assert list(map(known.route, numbers)) == [numbers[0], numbers[0], numbers[2], numbers[2]]
+
+
 def test_states(now):
     """A path is up, silent or lost; bytes of all its rails count."""
     known = Paths()

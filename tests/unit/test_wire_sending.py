@@ -39,7 +39,7 @@ class Sender:
         link = self.carrier.add_link()
         self._wire = WireEnd(link, NAME, 8, self.end, None, None)
         self.carrier.add_wire(self._wire)
-        self.carrier.add_rail(link, 1, self._ours)
+        self.carrier.add_rail(link, 1, 1, self._ours)
         self._slots = 0
         shape = LAYOUT.lanes, LAYOUT.slots, LAYOUT.slot_bytes, 0, 8, *[0] * (3 + MAX_DEVICES)
         self.tell(Kind.OPEN, THEIRS, NAME, shape)

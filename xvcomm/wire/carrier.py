@@ -152,14 +152,15 @@ class Carrier:
         return self._links[index]
 
     def add_rail(
-        self, link: int, path: int, connection: socket.socket, tls: int = 0, channel: Channel | None = None
+        self, link: int, path: int, route: int, connection: socket.socket, tls: int = 0, channel: Channel | None = None
     ) -> int:
         """Use a connection, and its TLS, which both stay open until `release`; the index of its rail.
 
         Args:
             path: number of its path in the link.
+            route: number of the first path between the same addresses; rails of one route are not compared.
         """
-        wanted = Rail(fd=connection.fileno(), path=path)
+        wanted = Rail(fd=connection.fileno(), path=path, route=route)
         if channel is not None:
             wanted.tls, wanted.channel, wanted.staged = tls, channel.address, channel.staged
         return self._use(link, wanted)

@@ -40,13 +40,27 @@ FULL, FULL_LINK = -1, -2
 
 
 @register_jitable
+def _count_routes(link: Any) -> None:
+    """Note how many different routes the sockets have."""
+    link.routes = 0
+    for i in range(link.socket_count):
+        first = i
+        for k in range(i):
+            if rail_at(link.sockets[k]).route == rail_at(link.sockets[i]).route:
+                first = k
+        if first == i:
+            link.routes += 1
+
+
+@register_jitable
 def _forget_socket(link: Any, address: int) -> None:
     """Take a rail out of those that are up."""
     for i in range(link.socket_count):
         if link.sockets[i] == address:
             link.socket_count -= 1
             link.sockets[i] = link.sockets[link.socket_count]
-            return
+            break
+    _count_routes(link)
 
 
 @register_jitable
@@ -126,6 +140,7 @@ def _use(address: int, index: int) -> int:
     elif link.socket_count < MAX_RAILS:  # Python may have made some more, which are not compared
         link.sockets[link.socket_count] = address_of(rail, "lock")
         link.socket_count += 1
+        _count_routes(link)
     rail.state = UP
     unlock(carrier)
     return 0

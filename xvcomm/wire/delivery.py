@@ -194,7 +194,7 @@ def credit_is_sooner(link: Any, rail: Any) -> bool:
         return False
     for i in range(link.socket_count):
         other = rail_at(link.sockets[i])
-        if other.told.round_trip != 0 and other.blocked == 0:
+        if other.told.round_trip != 0 and other.route != rail.route and other.blocked == 0:
             proven = _rate(other) > 0
             own = _expected(rail, 0, True, proven, now)
             if own > _LATE_NS and own > _SLOWER * _expected(other, 0, True, proven, now):
@@ -206,8 +206,9 @@ def credit_is_sooner(link: Any, rail: Any) -> bool:
 def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int, whole: int) -> bool:
     """Whether a rail should leave a slot to the other ones of its link.
 
-    It should if one of these would deliver it in two thirds of the time, and if that one, or all others together, would have
-    delivered the rest of the message before this rail had delivered the slot.
+    It should if one of these, between other addresses, would deliver it in two thirds of the time, and if that one, or all
+    others together, would have delivered the rest of the message before this rail had delivered the slot. Connections between
+    the same addresses are slowed down by each other, and each takes what it can.
 
     Rates count where both connections have been full. The latest round trips also contain queues, and delays of
     acknowledgements where little is sent. So only the last slot of a message goes by them, and only to a rail that is free;
@@ -226,7 +227,7 @@ def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int, whole: int) 
     together = _together(link, rail, rest, now)
     for i in range(link.socket_count):
         other = rail_at(link.sockets[i])
-        if other.told.round_trip == 0:
+        if other.told.round_trip == 0 or other.route == rail.route:
             continue
         free = rest <= nbytes and other.blocked == 0 and other.copying == 0
         proven = _rate(other) > 0

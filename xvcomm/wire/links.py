@@ -200,7 +200,7 @@ class Link:
         if own.tls is not None:
             tls, channel = own.tls.functions, await own.tls.secure(connection, key, accepting=accepting)
         path = self.paths.use("tcp", both)
-        index = own.carrier.add_rail(self.number, path, connection, tls, channel)
+        index = own.carrier.add_rail(self.number, path, self.paths.route(path), connection, tls, channel)
         self._add(index, Rail(connection, both, channel, path=path))
         own.blocked.discard(both[0])
 

@@ -108,7 +108,7 @@ def _choose_of(carrier: Any, rail: Any, rail_index: int, link: Any, wire: Any, p
             control(rail, _STOPPED, wire.there, 0, 0)
             return True
         if wire.producer == 0 and credit_due(wire, idle):
-            if link.socket_count < 2 or rail.rdma != 0 or not credit_is_sooner(link, rail):
+            if link.routes < 2 or rail.rdma != 0 or not credit_is_sooner(link, rail):
                 send_credit(rail, wire)
                 return True
             rail.declined = 1
@@ -130,7 +130,7 @@ def choose_frame(carrier: Any, rail: Any, rail_index: int, idle: bool) -> bool:
         return True
     link = link_at(load(carrier.links + 8 * rail.link))
     if rail.ping != 0:
-        if link.socket_count > 1 and rail.rdma == 0:
+        if link.routes > 1 and rail.rdma == 0:
             look(rail)
         control(rail, _PING, 0, rail.ping, 0)
         rail.ping = 0

@@ -94,6 +94,13 @@ class Paths:
         self._all.append(Path(scheme, ends, time.monotonic()))
         return len(self._all)
 
+    def route(self, number: int) -> int:
+        """The number of the first path between the same addresses."""
+        own = self._all[number - 1]
+        return next(
+            n for n, path in enumerate(self._all, 1) if (path.scheme, path.ends[:2]) == (own.scheme, own.ends[:2])
+        )
+
     def begin(self, number: int, record: Any) -> None:
         """A rail is up."""
         path = self._all[number - 1]

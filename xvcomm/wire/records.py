@@ -100,7 +100,8 @@ RAIL = np.dtype([
     ("staged", "i8"),
     ("begun", "i8"),  # whether OpenSSL has a part of a record that the socket did not take
     ("link", "i8"),
-    ("path", "i8"),  # number of its path, see `paths`
+    ("path", "i8"),  # number of its path, see `paths`, and of the first one between the same addresses
+    ("route", "i8"),
     ("state", "i8"),
     ("error", "i8"),  # why it was lost: a failure of `sockets` or `incoming`
     ("blocked", "i8"),  # the socket takes no more bytes now
@@ -180,6 +181,7 @@ LINK = np.dtype([
     ("rdma_chosen", "i8"),  # how many of them are of RDMA, which alone carry rings in GPU memory
     ("sockets", "i8", MAX_RAILS),  # addresses of the other rails that are up, and how many there are
     ("socket_count", "i8"),
+    ("routes", "i8"),  # how many different ones these have
     ("failed", "i8", (MAX_RAILS, 3)),  # FAILED frames to send: number, slot, lane
     ("failed_count", "i8"),
     ("offers", "i8"),  # address of OF_LINK offers that Python has not looked at, each in another place; how many there are

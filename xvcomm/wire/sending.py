@@ -68,7 +68,7 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
         end_copy(carrier, rail)
         if sent == BLOCKED:
             rail.blocked = 1
-            if link_at(load(carrier.links + 8 * rail.link)).socket_count > 1:
+            if link_at(load(carrier.links + 8 * rail.link)).routes > 1:
                 look(rail)
             return total
         if sent < 0:

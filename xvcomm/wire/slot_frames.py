@@ -112,7 +112,7 @@ def _filled(wire: Any, array: int, lane: int, number: int) -> bool:
 @register_jitable
 def _declines(link: Any, rail: Any, nbytes: int, rest: int, whole: int) -> bool:
     """Whether a rail leaves a slot to another one that would deliver it sooner; see `another_is_sooner`."""
-    if link.socket_count < 2 or link.rdma_rails > 0 or link.chosen > 0:
+    if link.routes < 2 or link.rdma_rails > 0 or link.chosen > 0:
         return False
     rail.declined = 1 if another_is_sooner(link, rail, nbytes, rest, whole) else 0
     return bool(rail.declined != 0)
