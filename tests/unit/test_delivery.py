@@ -24,8 +24,9 @@ def rail(rate: float, measured: int) -> SimpleNamespace:
     told = SimpleNamespace(
         round_trip=200, least_round_trip=5, limits=1, rate=0, unsent=0, sent=measured, repeated=0, acknowledged=measured
     )
+    number = next(ROUTES)
     return SimpleNamespace(
-        route=next(ROUTES), told=told, looked=0, sent=0, sent_then=0, queued=0, rate=rate, growth=0.0, grown=NOW,
+        path=number, route=number, told=told, looked=0, sent=0, sent_then=0, queued=0, rate=rate, growth=0.0, grown=NOW,
         tried=0, tried_after=0, tried_since=0, watched=0, measured=measured, full_since=0, acknowledged=0, blocked=0,
         copying=0,
     )  # fmt: skip
@@ -77,6 +78,26 @@ def test_a_pause_does_not_make_a_slow_rail_fast(seconds_until_tried) -> None:
     slow = rail(SLOW, 1 << 30)
     slow.grown = NOW - 60 * 10**9
     assert seconds_until_tried(rail(FAST, 1 << 30), slow) > 1
+
+
+def test_a_far_rail_does_not_seem_to_grow(seconds_until_tried) -> None:
+    """Its round trip is why it leaves slots to others, at which no rate helps; it grew until its queue seemed to be nothing."""
+    far = rail(FAST, 1 << 30)
+    far.told.least_round_trip = far.told.round_trip = 50_000
+    assert seconds_until_tried(rail(FAST, 1 << 30), far) == 60
+    assert far.growth == 0
+
+
+def test_the_time_in_which_nobody_asked_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that was alone for a minute, and was idle most of that time, is as fast as before."""
+    alone = rail(FAST, 1 << 30)
+    monkeypatch.setattr(delivery, "monotonic", lambda: NOW)
+    monkeypatch.setattr(delivery, "ask_kernel", lambda _: True)
+    alone.looked = alone.full_since = NOW - 60 * 10**9
+    alone.told.unsent, alone.told.acknowledged = 1 << 20, (1 << 30) + (1 << 20)
+    alone.acknowledged = 1 << 30
+    delivery.look(alone)
+    assert alone.rate == FAST
 
 
 def test_four_links_share_the_slots_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

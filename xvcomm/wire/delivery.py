@@ -136,12 +136,13 @@ def _ask(rail: Any, now: int) -> None:
     if rail.tried != 0 and told.acknowledged >= rail.tried:
         _judge(rail, now, before)
     passed, carried = now - rail.full_since, told.acknowledged - rail.acknowledged
+    begins = rail.full_since == 0 or now - before > 2 * max(_MOST_BETWEEN_NS, _good_ns(rail))
     if told.unsent == 0:
         rail.full_since = 0
-    elif rail.full_since == 0 or carried >= _SAMPLE_BYTES:
-        if rail.full_since != 0:
-            weight, before = passed / (passed + _SMOOTH_NS) if rail.rate > 0 else 1.0, _rate(rail)
-            _settle(rail, before + weight * (carried / passed - before))
+    elif begins or carried >= _SAMPLE_BYTES:
+        if not begins:
+            weight, known = passed / (passed + _SMOOTH_NS) if rail.rate > 0 else 1.0, _rate(rail)
+            _settle(rail, known + weight * (carried / passed - known))
             rail.measured += carried
         rail.full_since, rail.acknowledged = now, told.acknowledged
 
@@ -173,12 +174,9 @@ def _together(link: Any, rail: Any, nbytes: int, now: int) -> float:
     rates = queued = 0.0
     for i in range(link.socket_count):
         other = rail_at(link.sockets[i])
-        if other.told.round_trip != 0 and _rate(other) > 0:
+        if other.path != rail.path and other.told.round_trip != 0 and _rate(other) > 0:
             rates += _rate(other)
             queued += _queued(other, now)
-    if _rate(rail) > 0:
-        rates -= _rate(rail)
-        queued -= _queued(rail, now)
     return (queued + nbytes) / rates if rates > 0 else 0.0
 
 
@@ -214,7 +212,8 @@ def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int, whole: int) 
     acknowledgements where little is sent. So only the last slot of a message goes by them, and only to a rail that is free;
     other slots go by the shortest ones of the last minutes, so that rails of the same speed share.
 
-    The rate of a rail that leaves slots to others seems to grow until it takes one, and is measured by that slot.
+    The rate of a rail that leaves slots to others because of it seems to grow until it takes one, and is measured by that
+    slot. It does not grow where the slot is its message's last one and another rail is free.
 
     Args:
         nbytes: of the slot.
@@ -236,7 +235,8 @@ def another_is_sooner(link: Any, rail: Any, nbytes: int, rest: int, whole: int) 
         if proven:
             message = min(message, max(slot, together))
         if own > _SLOWER * slot and own > message:
-            if not free and now == rail.looked and rail.growth < _MOST_GROWTH:
+            late_by_rate = own + _LEAST_NS > 1e3 * rail.told.least_round_trip
+            if late_by_rate and not free and now == rail.looked and rail.growth < _MOST_GROWTH:
                 time_of_growth = _UNSURE_GROWTH_NS if rail.measured < _FEW_BYTES else _GROWTH_NS
                 rail.rate = _measured_rate(rail)  # the kernel's later figures are about less data
                 passed = min(now - rail.grown, max(_MOST_BETWEEN_NS, _good_ns(rail)))

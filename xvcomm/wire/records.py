@@ -100,8 +100,8 @@ RAIL = np.dtype([
     ("staged", "i8"),
     ("begun", "i8"),  # whether OpenSSL has a part of a record that the socket did not take
     ("link", "i8"),
-    ("path", "i8"),  # number of its path, see `paths`, and of the first one between the same addresses
-    ("route", "i8"),
+    ("path", "i8"),  # number of its path, see `paths`
+    ("route", "i8"),  # of a socket: number of the first path between the same addresses
     ("state", "i8"),
     ("error", "i8"),  # why it was lost: a failure of `sockets` or `incoming`
     ("blocked", "i8"),  # the socket takes no more bytes now
@@ -123,7 +123,7 @@ RAIL = np.dtype([
     ("looked", "i8"),  # when the kernel has told that; what was sent until then, and not acknowledged
     ("sent_then", "i8"),
     ("queued", "i8"),
-    ("rate", "f8"),  # bytes a nanosecond while the connection was full; 0: it was not yet
+    ("rate", "f8"),  # bytes a nanosecond, by full connections and by slots; 0: not measured yet
     ("growth", "f8"),  # part of `rate` by which it may have become faster since, and when that last grew
     ("grown", "i8"),
     ("tried", "i8"),  # bytes that are acknowledged once the slot is delivered by which it is measured; 0: there is none
