@@ -93,7 +93,7 @@ class LinkPairs:
             self.troubles.fail(both, why, follows=made.follows)
             self._warn(both, why, cause)
         elif made.confirmed:
-            told = f"rank {self._rank} reports that its end has failed"
+            told = f"rank {self._rank} has given up its end"
             self.troubles.hear(f"{made.pair.where}: {told}")
 
     def say(self, both: Ends, why: str) -> None:

@@ -48,9 +48,10 @@ class Troubles:
         self._refusal, self.newest = self._refusal if self.text else why, time.monotonic()
 
     def hear(self, why: str) -> None:
-        """The other side has told that its end of a rail has failed; of interest only if nothing else is known."""
-        if not self._failure:
+        """The other side has given up its end of a rail; of less interest than a failure here that was told a moment ago."""
+        if not self._failure or time.monotonic() - self.newest > self._timeout:
             self._failure, self._refusal, self._follows = why, "", True
+        self.newest = time.monotonic()
 
     def explain(self, why: str) -> None:
         """What has caused the failure of a rail that has failed before."""
