@@ -175,7 +175,8 @@ class Recorders:
         while True:
             late = until.expired()
             waiting = [rank for rank, text in found.items() if not text]
-            answers = self._reach.ask(waiting, Question(Topic.STACK), deadline)
+            share = deadline if late else Deadline.after(min(_STACK_SECONDS, deadline.left()))
+            answers = self._reach.ask(waiting, Question(Topic.STACK), share)
             found |= {rank: stacks.first(answer.text(), complete=not late) for rank, answer in answers.items()}
             if late or all(found.values()):
                 return found
