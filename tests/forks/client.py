@@ -1,7 +1,8 @@
 """To its caller the interpreter, but the program is forked by `server.py`: `client.py SOCKET CLIENT PYTHON ARGUMENT...`.
 
-It passes on its signals, and ends as the program does. The program runs in the namespaces of its caller: on the same simulated
-host. It becomes PYTHON with options beyond `-u`, `-P`, `-m` and `-c`, and where mpirun starts it, which watches its process.
+It passes on its signals, and ends as the program does. The program runs in the network, host name and mount namespaces of its
+caller: on the same simulated host. It becomes PYTHON with options beyond `-u`, `-P`, `-m` and `-c`, and where mpirun starts it,
+which watches its process.
 """
 
 import array

@@ -111,6 +111,8 @@ class Server:
             connection.close()
             self._let_go()
             return program
+        with contextlib.suppress(OSError):  # it may have done so itself, and have ended
+            os.setpgid(child, child)
         ended = os.pidfd_open(child)
         self._running[child] = connection, ended
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._end(child))
@@ -155,9 +157,14 @@ def _receive(connection: socket.socket) -> tuple[Program, list[int], list[int]]:
     """What to run, its three streams, and its namespaces."""
     length, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(_MAX_PASSED * array.array("i").itemsize))
     ((_, _, data),) = ancillary
-    text = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
     passed = array.array("i", data).tolist()
-    return Program(*marshal.loads(text)), passed[:3], passed[3:]
+    try:
+        program = Program(*marshal.loads(connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)))
+    except Exception:
+        for descriptor in passed:
+            os.close(descriptor)
+        raise
+    return program, passed[:3], passed[3:]
 
 
 def _enter(namespaces: list[int]) -> None:
