@@ -29,6 +29,7 @@ def world(request):
     """Ranks of several islands, or on several hosts."""
     islands, hosts = request.param
     with World(islands=islands, hosts=hosts, timeout=100) as world:
+        world.run(call_all)
         yield world
 
 
@@ -36,6 +37,7 @@ def world(request):
 def four(request):
     """Four ranks, on one host or on two."""
     with World(4, hosts=request.param, timeout=100) as world:
+        world.run(call_all)
         yield world
 
 
@@ -84,21 +86,31 @@ def wait_until(true):
         time.sleep(0.01)
 
 
+def operations(comm, root):
+    x = np.ones(4 * comm.size, np.float32)
+    return {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "large_all_reduce": lambda: comm.all_reduce(np.ones(1 << 19)),
+        "broadcast": lambda: comm.broadcast(x, root=root),
+        "all_gather": lambda: comm.all_gather(x),
+        "reduce_scatter": lambda: comm.reduce_scatter(x),
+        "all_to_all": lambda: comm.all_to_all(x),
+        "barrier": comm.barrier,
+        "asynchronous": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "split": lambda: comm.split(0, timeout=comm.timeout),
+        "all_gather_object": lambda: comm.all_gather_object("x"),
+    }
+
+
+def call_all(comm):
+    """Call every operation once: on a new machine that compiles kernels, which takes longer than TIMEOUT."""
+    for call in operations(comm, 0).values():
+        call()
+
+
 def collective(comm, name, absent, folder):
     sub = fresh(comm)
-    x = np.ones(4 * sub.size, np.float32)
-    calls = {
-        "all_reduce": lambda: sub.all_reduce(x),
-        "large_all_reduce": lambda: sub.all_reduce(np.ones(1 << 19)),
-        "broadcast": lambda: sub.broadcast(x, root=absent[0]),
-        "all_gather": lambda: sub.all_gather(x),
-        "reduce_scatter": lambda: sub.reduce_scatter(x),
-        "all_to_all": lambda: sub.all_to_all(x),
-        "barrier": sub.barrier,
-        "asynchronous": lambda: sub.all_reduce(x, async_op=True).wait(),
-        "split": lambda: sub.split(0, timeout=TIMEOUT),
-        "all_gather_object": lambda: sub.all_gather_object("x"),
-    }
+    calls = operations(sub, absent[0])
     if comm.rank not in absent:
         return timed(sub, calls[name], folder)
     return timed(sub, repeated(calls[name]), folder, after=[rank for rank in range(comm.size) if rank not in absent])
