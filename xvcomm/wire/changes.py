@@ -44,11 +44,10 @@ def _count_routes(link: Any) -> None:
     """Note how many different routes the sockets have."""
     link.routes = 0
     for i in range(link.socket_count):
-        first = i
+        counted = False
         for k in range(i):
-            if rail_at(link.sockets[k]).route == rail_at(link.sockets[i]).route:
-                first = k
-        if first == i:
+            counted = counted or rail_at(link.sockets[k]).route == rail_at(link.sockets[i]).route
+        if not counted:
             link.routes += 1
 
 

@@ -93,8 +93,7 @@ class LinkPairs:
             self.troubles.fail(both, why, follows=made.follows)
             self._warn(both, why, cause)
         elif made.confirmed:
-            told = f"rank {self._rank} has given up its end"
-            self.troubles.hear(f"{made.pair.where}: {told}")
+            self.troubles.hear(f"{made.pair.where}: rank {self._rank} has given up its end")
 
     def say(self, both: Ends, why: str) -> None:
         """Say once why there is no RDMA between two addresses, and keep it for the case that nothing else carries."""

@@ -175,6 +175,7 @@ class Recorders:
         while True:
             late = until.expired()
             waiting = [rank for rank, text in found.items() if not text]
+            # A rank that is silent must not use up the time of the others.
             share = deadline if late else Deadline.after(min(_STACK_SECONDS, deadline.left()))
             answers = self._reach.ask(waiting, Question(Topic.STACK), share)
             found |= {rank: stacks.first(answer.text(), complete=not late) for rank, answer in answers.items()}
