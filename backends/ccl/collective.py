@@ -58,6 +58,8 @@ class CclCollective(Collective):
         failure: text of an asynchronous error of the library; `error` then blames this member.
     """
 
+    eager = True
+
     def __init__(
         self, config: Config, me: int, members: int, name: str, store: Store, deadline: Deadline,
         library: Library, runtime: Runtime, device: Device, gpu: str,
@@ -157,7 +159,7 @@ class CclCollective(Collective):
                 return self._calls.all_reduce(counts[0], native)
 
     def abort(self, word: int, delay: float = 0.0) -> None:
-        """See `Collective.abort`; if a member merely left, operations in progress continue, but no new ones start."""
+        """See `Collective.abort`; if this member merely leaves, operations in progress continue, but no new ones start."""
         with self._lock:
             if not self._state.abort or (Reason.bad(word) and not Reason.bad(self._state.abort)):
                 self._state.abort = word

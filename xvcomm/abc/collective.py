@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from xvcomm.abc.device import Stream
 from xvcomm.abc.launch import EnqueuedCall
@@ -54,9 +54,11 @@ class Collective(ABC):
 
     Attributes:
         failure: what the library itself says went wrong, or nothing; `error` is then its own word.
+        eager: whether a member may finish an operation, and leave, before others have begun it.
     """
 
     failure: str = ""
+    eager: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, form: CollectiveForm, src: int, dst: int, stream: Stream) -> None:

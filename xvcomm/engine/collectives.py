@@ -82,7 +82,7 @@ class Collectives(ABC):
         event, ends = None, list[Any]()
         try:
             if self._native_only:
-                native, on.deadline = context.native(call.deadline), call.deadline
+                native, on.deadline = context.native(call.deadline, operation.sequence), call.deadline
                 native.run(call.form(), *call.addresses, on)
             elif not (self._alone and call.idle()):
                 event, ends = self._carry_out(context.planner.plan(call.request()), call, operation, on)

@@ -153,17 +153,31 @@ class Context:
         elif self.session.grown is not None:
             self.session.grown.check()
 
-    def native(self, deadline: Deadline) -> Collective:
-        """The native library of this rank's island; joins it on first use."""
+    def native(self, deadline: Deadline, sequence: int | None = None) -> Collective:
+        """The native library of this rank's island; joins it on first use.
+
+        Args:
+            sequence: number of the collective that is about to call it, if one is.
+
+        Raises:
+            CollectiveStopped: a rank of the island has left before it came to that collective.
+        """
+
+        def check() -> None:
+            self.lifecycle.check(self._made_by)
+            self.lifecycle.check_members(sequence)
+
         found = self.lifecycle.native
         if found is None:
-            self._check_island()
+            check()
             island = self.topology.island_of(self.rank)
             found = self.session.backend.collective(
                 self.session.config, self.session.job + self._part, self.topology.local(self.rank), island.size,
-                f"native/{island.index}", self.session.guarded(f"comm/{self.path}", self._check_island), deadline,
+                f"native/{island.index}", self.session.guarded(f"comm/{self.path}", check), deadline,
             )  # fmt: skip
             self.lifecycle.join(found)
+        elif sequence is not None and self.lifecycle.departed:
+            self.lifecycle.check_members(sequence)
         return found
 
     def way(self, peer: int, op: int, nbytes: int) -> str:
@@ -191,9 +205,6 @@ class Context:
             return carried(self.rings.ends(), records, in_order=in_order)
         finally:
             lock.release()
-
-    def _check_island(self) -> None:
-        self.lifecycle.check_island(self._made_by)
 
     def joined_native(self) -> Collective | None:
         """The native library, if it was joined."""
@@ -303,6 +314,14 @@ class Context:
             if self.lifecycle.look() and self.asynchronous:
                 self.tracker.stop_late()
                 self._failures.look()
+                self._look_for_missing()
+
+    def _look_for_missing(self) -> None:
+        """Stop a call of the native library, in which the host waits, if a rank left before it came to that collective."""
+        if self.lifecycle.departed and self.lifecycle.native is not None:
+            for operation in self.under_way():
+                if operation.peer == NO_PEER:
+                    self.lifecycle.miss(operation.sequence)
 
     def under_way(self) -> list[Operation]:
         """The operations that Python has begun and that have not ended; what stands for compiled code has no number."""

@@ -356,7 +356,7 @@ class _Run:
         return Message(m.op, dtype, self._nbytes(span), self._operation.sequence, m.detail)
 
     def _native(self, step: Native, stream: Stream) -> None:
-        native, form = self._context.native(self.deadline), self._native_form(step)
+        native, form = self._context.native(self.deadline, self._operation.sequence), self._native_form(step)
         src, dst = self._at(step.src), self._at(step.dst)
         if step.op is Collective.REDUCE_SCATTER and self._of(step.dst) is not form.dtype:
             assert isinstance(native, SupportsPartialSums), "only plans for host memory keep partial sums in float32"

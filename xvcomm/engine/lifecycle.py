@@ -80,9 +80,11 @@ class Lifecycle:
         """Add the native library to what stops together."""
         with self.lock:
             self.native = native
-            word = self._word or self._gone_member()
+            word = self._word or (Reason.LEFT.word(self._rank) if self.closed else 0)
             if word:
                 native.abort(word)
+            for rank in self.departed:
+                self._refuse(rank)
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Let `close` call a function after it has stopped operations and before it unmaps memory."""
@@ -133,19 +135,12 @@ class Lifecycle:
         if word:
             raise self._diagnosis.error(word, Operation(name, -1, _NOTHING))
 
-    def check_island(self, name: OpCode) -> None:
-        """`check`, and raise CollectiveStopped if a rank left that the native library would wait for."""
-        self.check(name)
-        word = self._gone_member()
-        if word:
-            raise CollectiveStopped(word)
-
-    def _gone_member(self) -> int:
-        """0, or the abort word for the first rank of this island that closed the communicator."""
+    def check_members(self, sequence: int | None) -> None:
+        """Raise CollectiveStopped if a rank of this island has left, and had not come to collective number `sequence` before."""
         gone = self.departed.intersection(self._island)
-        if self.closed:
-            gone.add(self._rank)
-        return Reason.LEFT.word(min(gone)) if gone else 0
+        missing = [rank for rank in gone if sequence is None or self._lacks(rank, sequence, unknown=False)]
+        if missing:
+            raise CollectiveStopped(Reason.LEFT.word(min(missing)))
 
     def look(self) -> bool:
         """Act on what the other ranks published in the contract check; False after `close`. The caller holds `lock`."""
@@ -186,7 +181,14 @@ class Lifecycle:
     def _leave_out(self, rank: int) -> None:
         """A rank calls no collective any more."""
         self.departed.add(rank)
-        if self.native is not None and rank in self._island:
+        self._refuse(rank)
+
+    def _refuse(self, rank: int) -> None:
+        """Let the native library begin nothing more with a rank that left.
+
+        An eager one may still have to begin what that rank has finished: `check_members` and `miss` stop what comes later.
+        """
+        if self.native is not None and rank in self._island and not self.native.eager:
             self.native.abort(Reason.LEFT.word(rank))
 
     def abort(self, word: int, why: str = "") -> None:

@@ -197,6 +197,36 @@ def check_departure(comm: Communicator) -> None:
         assert error.peer == comm.size - 1, error
 
 
+def check_early_departure(comm: Communicator) -> None:
+    """A rank that has finished its part of a collective may close the communicator before others begin theirs."""
+    a, size, me = arrays(comm), comm.size, comm.rank
+    values = np.arange(1.0, size + 1)
+
+    def mine() -> Any:
+        return a.put(np.full(size, me + 1.0))
+
+    def scattered(group: Communicator) -> Any:
+        return group.scatter(a.put(values) if me == 0 else None, out=a.put(np.zeros(1)), root=0)
+
+    calls: list[tuple[Callable[[Communicator], Any], bool, Any]] = [
+        (lambda group: group.broadcast(mine(), size - 1), me == size - 1, np.full(size, float(size))),
+        (scattered, me == 0, values[me]),
+        (lambda group: group.reduce(mine(), 0), me > 0, np.full(size, values.sum()) if me == 0 else None),
+        (lambda group: group.gather(mine(), 0), me > 0, np.repeat(values, size) if me == 0 else None),
+    ]
+    for repeated in (0, 3):
+        for call, first, wanted in calls:
+            with _group(comm) as group:
+                for _ in range(repeated):
+                    call(group)
+                comm.barrier()
+                if not first:
+                    time.sleep(_PATIENCE)  # by then this rank knows that others have left, where they can
+                result = call(group)
+                if wanted is not None:
+                    assert (np.ravel(a.get(result)) == wanted).all(), a.get(result)
+
+
 def check_mismatch_repeated(comm: Communicator, timeout: float | None = None) -> None:
     """`check_mismatch` for collectives that were called before in the same shape."""
     with _repeated(comm):
@@ -413,7 +443,8 @@ def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any,
 CHECKS: tuple[Callable[[Communicator], None], ...] = (
     check_mismatch, check_message_mismatch, check_message_mismatch_with_the_departed,
     check_message_to_the_departed, check_deadline,
-    check_deadline_behind_a_late_event, check_abort, check_departure, check_probe_deadline, check_probe_of_the_departed,
+    check_deadline_behind_a_late_event, check_abort, check_departure, check_early_departure, check_probe_deadline,
+    check_probe_of_the_departed,
     check_mismatch_repeated, check_deadline_repeated, check_abort_repeated, check_departure_repeated,
     check_exchange_repeated,
 )  # fmt: skip
