@@ -175,7 +175,7 @@ def leave(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, leave)
 signal.signal(signal.SIGTERM, leave)
-open(f'{sys.argv[1]}/ready.{rank}', 'w')
+os.mknod(f'{sys.argv[1]}/ready.{rank}')
 time.sleep(60)
 """
     )
@@ -200,12 +200,13 @@ def test_ctrl_c_ends_ranks_that_ignore_it(script, tmp_path):
     process.communicate()
 
 
+# A file object would be closed by its destructor, in which an exception of a signal handler is lost.
 WAITING = """
 import numpy, xvcomm
-open(f'{sys.argv[1]}/begun.{rank}', 'w')
+os.mknod(f'{sys.argv[1]}/begun.{rank}')
 comm = xvcomm.init()
 x = numpy.zeros(4)
-open(f'{sys.argv[1]}/ready.{rank}', 'w')
+os.mknod(f'{sys.argv[1]}/ready.{rank}')
 comm.recv(x, 1 - rank)
 """
 

@@ -115,7 +115,8 @@ import xvcomm
 with xvcomm.init() as comm:
     x = np.ones(100_000)
     comm.all_reduce(x)
-    open(f"{sys.argv[1]}/ready.{comm.rank}", "w").write(str(os.getpid()))
+    with open(f"{sys.argv[1]}/ready.{comm.rank}", "w") as file:  # closed by its destructor, it might lose the interrupt
+        file.write(str(os.getpid()))
     if sys.argv[2] == "busy":
         while True:
             comm.all_reduce(x)
