@@ -142,8 +142,8 @@ def _take_stack(writer):  # type: ignore[no-untyped-def]
     """Let the process write its stack, which takes a moment, unless it has just done so."""
     header, now = _header_at(writer.region), _nanoseconds()
     if writer.stacks >= 0 and now - header.asked > STACK_NANOSECONDS:
-        header.asked = now
         _ftruncate(writer.stacks, 0)
+        header.asked = now
         for _ in range(2):  # the head of the second one shows that the first one is complete
             _tgkill(writer.process, writer.process, writer.signal)
 

@@ -59,13 +59,18 @@ class Journal:
         """What a rank of this host does, to its communicators and so many of its newest records, or all that are kept."""
         return self._read(rank, partial(journal.state, wanted=wanted), RankState(answered=False))
 
-    def ask_for_stack(self, rank: int) -> bool:
-        """Whether this process is the one to ask a rank of this host for its stack, which no other one has done just now."""
+    def ask_for_stack(self, rank: int, request: Callable[[], bool]) -> bool:
+        """Let a rank of this host write its stack, unless it was asked for it just now; False if it does not do that.
+
+        Args:
+            request: asks it, and has emptied its file by the end; so who finds noted that it was asked reads no older stack.
+        """
         words = self._read(rank, lambda region: region.cast("q"), None)
         if words is None or time.time_ns() - words[2] < STACK_NANOSECONDS:
-            return False
+            return True
+        asked = request()
         words[2] = time.time_ns()
-        return True
+        return asked
 
     def note_clock(self, ahead: int) -> None:
         """Let this host's ranks know by how many nanoseconds the clock of rank 0's host is ahead, as was measured just now."""

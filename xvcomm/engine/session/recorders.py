@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import msgspec
 
@@ -162,7 +163,7 @@ class Recorders:
     def _stacks(self, ranks: Collection[int], deadline: Deadline) -> dict[int, str]:
         begun = time.time()
         pids = {rank: self._joined[rank].info.pid for rank in ranks if self._seen(rank)}
-        here = {r: pid for r, pid in pids.items() if not self._journal.ask_for_stack(r) or stacks.request(pid)}
+        here = {r: pid for r, pid in pids.items() if self._journal.ask_for_stack(r, partial(stacks.request, pid))}
         elsewhere = [rank for rank in ranks if rank not in self.neighbours]
         asked = self._reach.ask(elsewhere, Question(Topic.TAKE_STACK), deadline) if elsewhere else {}
         texts = stacks.collect(list(here.values()), min(_STACK_SECONDS, deadline.left()), begun)
