@@ -77,7 +77,7 @@ test-rdma: $(READY)   ## the tests of RDMA, on two small hosts with Soft-RoCE th
 	$(PY) -m pytest -q -p no:cacheprovider -m "not rdma" -k "trials or right_bytes or in_order or short_sums" \
 	  tests/rdma/test_rdma_direct.py tests/rdma/test_rdma_trials.py tests/conformance/test_rocm.py
 	$(PY) tests/shims/rxe/run.py $(RXE) -- $(abspath $(PY)) -m pytest -rs -m rdma -p no:cacheprovider tests/rdma
-	$(PY) -m pytest -q -rs -p no:cacheprovider -k "dies and not tcp" tests/rdma/test_rdma_power.py
+	$(PY) -m pytest -q -rs -p no:cacheprovider tests/rdma/test_rdma_power.py
 
 test-clusters: $(READY)   ## the tests on SLURM, which root installs, and Ray, in an environment of its own; 10 to 20 minutes
 	$(PY) tests/clusters/install.py $(WHAT)

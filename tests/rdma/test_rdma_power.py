@@ -1,6 +1,6 @@
 """A whole host dies at once, as by a power cut: over TCP and over RDMA the other host's ranks lose its rank in time.
 
-With RDMA `make test-rdma` runs it, outside of the hosts that run the other tests.
+`make test-rdma`, which builds the hosts, runs it outside of those that run the other tests.
 """
 
 import shlex
@@ -46,7 +46,8 @@ def command(ranks, folder):
     return f"set -- {shlex.join(ranks)}; shift $HOST_INDEX; for rank in $1; do {each} done; wait"
 
 
-@pytest.mark.parametrize("rdma", [pytest.param("0", id="tcp"), pytest.param("1", id="rdma", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rdma", [pytest.param("0", id="tcp"), pytest.param("1", id="rdma")])
 @pytest.mark.parametrize(("victim", "ranks"), [(0, ("0", "1 2")), (1, ("0 1", "2"))], ids=["store", "other"])
 def test_a_host_dies(start, tmp_path, monkeypatch, rdma, victim, ranks):
     """Whether it served the store or not; the error has the states of the rails that carried, or the other rank has told."""
