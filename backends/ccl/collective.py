@@ -159,7 +159,7 @@ class CclCollective(Collective):
                 return self._calls.all_reduce(counts[0], native)
 
     def abort(self, word: int, delay: float = 0.0) -> None:
-        """See `Collective.abort`; if this member merely leaves, operations in progress continue, but no new ones start."""
+        """See `Collective.abort`; if a member merely left, operations in progress continue, but no new ones start."""
         with self._lock:
             if not self._state.abort or (Reason.bad(word) and not Reason.bad(self._state.abort)):
                 self._state.abort = word

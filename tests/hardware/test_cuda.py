@@ -58,7 +58,7 @@ MIXED = {
 TABLE = ALONE | MIXED
 COMPARED = (failures.check_mismatch, failures.check_mismatch_repeated)
 BORDERS = ("1 and 1", "2 and 2", "cuda and rocm", "2 cuda and 2 rocm")
-ALONE = ("1 and 1", "cuda and rocm")
+APART = ("1 and 1", "cuda and host", "cuda and rocm", "cuda, rocm, host")
 """Each rank is an island of its own."""
 ONE_QUEUE = {"cuda": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "rocm": {"GPU_MAX_HW_QUEUES": "1"}}
 Job = Callable[..., World]
@@ -131,7 +131,7 @@ def test_others(
     world: World, request: pytest.FixtureRequest, spread: bool, check: Callable[..., None], args: tuple[Any, ...]
 ) -> None:  # fmt: skip
     """Checks that are neither a single collective nor a single message."""
-    if spread and request.node.callspec.params["world"] not in ALONE and check in COMPARED:
+    if spread and request.node.callspec.params["world"] not in APART and check in COMPARED:
         pytest.skip("NCCL and RCCL carry out collectives of an island over hosts that only ranks of one host compare")
     if world.size > 1 or check.__module__ == collectives.__name__:
         world.run(check, *args)

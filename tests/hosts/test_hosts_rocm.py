@@ -80,7 +80,8 @@ def finish_after_a_departure(comm):
     """The last rank broadcasts and leaves; on the others the broadcast begins only then. Whom the next call misses."""
     a, group, signals, last = arrays(comm), comm.split(0), Signals(comm), comm.size - 1
     x, values = a.put(np.zeros(100)), np.arange(100.0)
-    group.all_reduce(a.put(np.zeros(3)))
+    y = a.put(np.zeros(3))
+    group.all_reduce(y)
     if comm.rank == last:
         signals.hear("waiting", range(last))
         a.fill(x, values)
@@ -94,6 +95,8 @@ def finish_after_a_departure(comm):
         signals.tell("waiting")
         await_that(lambda: last in inside.lifecycle.departed)
         assert not work.done()  # this looks at the device, and for ranks that have left
+        with pytest.raises(PeerLost):
+            group.all_reduce(y)
         gate.open(np.ones(1, np.uint8))
     work.synchronize()
     assert (a.get(x) == values).all()

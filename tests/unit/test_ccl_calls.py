@@ -45,7 +45,8 @@ class Caller:
         logs = SimpleNamespace(get=lambda handle: self.log.address)
         self.launch_gate: Any = SimpleNamespace(lock=threading.Lock(), open=True, logs=logs)
         self._context: Any = SimpleNamespace(
-            place=self._contract.place, sequence=0, lifecycle=SimpleNamespace(word=self._contract.abort_word),
+            place=self._contract.place, sequence=0,
+            lifecycle=SimpleNamespace(word=self._contract.abort_word, departed=set()),
             end_all=lambda operations, state=0: self.ended.extend(operations), fail=_fail,
             tracker=SimpleNamespace(seal=self.seals.append, rings={}, events=lambda handle: self.log.events),
         )  # fmt: skip

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from xvcomm.abc.collective import Collective
@@ -162,13 +163,9 @@ class Context:
         Raises:
             CollectiveStopped: a rank of the island has left before it came to that collective.
         """
-
-        def check() -> None:
-            self.lifecycle.check(self._made_by)
-            self.lifecycle.check_members(sequence)
-
         found = self.lifecycle.native
         if found is None:
+            check = partial(self.lifecycle.check_island, self._made_by, sequence)
             check()
             island = self.topology.island_of(self.rank)
             found = self.session.backend.collective(
@@ -317,11 +314,14 @@ class Context:
                 self._look_for_missing()
 
     def _look_for_missing(self) -> None:
-        """Stop a call of the native library, in which the host waits, if a rank left before it came to that collective."""
-        if self.lifecycle.departed and self.lifecycle.native is not None:
-            for operation in self.under_way():
-                if operation.peer == NO_PEER:
-                    self.lifecycle.miss(operation.sequence)
+        """Stop a native call that blocks the host because a rank of the island left before that collective.
+
+        Collectives that are enqueued may still end; then the tracker does this.
+        """
+        if self.lifecycle.departed and self.lifecycle.native is not None and not self.tracker.collective():
+            collectives = [operation.sequence for operation in self.under_way() if operation.peer == NO_PEER]
+            if collectives and self.lifecycle.missing_members(min(collectives)):
+                self.lifecycle.miss(min(collectives))
 
     def under_way(self) -> list[Operation]:
         """The operations that Python has begun and that have not ended; what stands for compiled code has no number."""

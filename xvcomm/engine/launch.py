@@ -258,8 +258,8 @@ class Launch:
             log, beside, user, event = branch.log, branch.address, handle, branch.take_event()
             handle = branch.handle
         with gate.lock:
-            if not gate.open:
-                return False
+            if not gate.open or (self._collective and context.lifecycle.departed):
+                return False  # Python compares the collective's number with those of ranks that have left
             if items is not None:
                 self._given[:] = items  # type: ignore[assignment]
             if self._scratch is not None:

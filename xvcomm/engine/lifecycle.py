@@ -83,7 +83,7 @@ class Lifecycle:
             word = self._word or (Reason.LEFT.word(self._rank) if self.closed else 0)
             if word:
                 native.abort(word)
-            for rank in self.departed:
+            for rank in sorted(self.departed):
                 self._refuse(rank)
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -135,12 +135,22 @@ class Lifecycle:
         if word:
             raise self._diagnosis.error(word, Operation(name, -1, _NOTHING))
 
+    def check_island(self, name: OpCode, sequence: int | None) -> None:
+        """`check`, and `check_members`."""
+        self.check(name)
+        self.check_members(sequence)
+
     def check_members(self, sequence: int | None) -> None:
-        """Raise CollectiveStopped if a rank of this island has left, and had not come to collective number `sequence` before."""
-        gone = self.departed.intersection(self._island)
-        missing = [rank for rank in gone if sequence is None or self._lacks(rank, sequence, unknown=False)]
+        """Raise CollectiveStopped if a rank of this island has left before collective number `sequence`; None is any."""
+        missing = self.missing_members(sequence)
         if missing:
             raise CollectiveStopped(Reason.LEFT.word(min(missing)))
+
+    def missing_members(self, sequence: int | None) -> list[int]:
+        """The ranks of this island that left before they came to a collective, or left the job without telling."""
+        gone = self.departed.intersection(self._island)
+        left = self._session.journal.left
+        return [r for r in gone if sequence is None or self._lacks(r, sequence, unknown=left(self._ranks[r]))]
 
     def look(self) -> bool:
         """Act on what the other ranks published in the contract check; False after `close`. The caller holds `lock`."""
@@ -170,6 +180,7 @@ class Lifecycle:
             self.look()  # first, what it may have told before it left
             if self._session.journal.left(world_rank):
                 self._depart(rank)
+                self._refuse(rank, session_closed=True)
             else:
                 self.abort(Reason.PEER_LOST.word(rank))
 
@@ -183,12 +194,13 @@ class Lifecycle:
         self.departed.add(rank)
         self._refuse(rank)
 
-    def _refuse(self, rank: int) -> None:
+    def _refuse(self, rank: int, *, session_closed: bool = False) -> None:
         """Let the native library begin nothing more with a rank that left.
 
-        An eager one may still have to begin what that rank has finished: `check_members` and `miss` stop what comes later.
+        An eager one may still have to begin what that rank has finished, unless it has left the job, since what it was to send
+        may be gone. `check_members` and `miss` stop later collectives.
         """
-        if self.native is not None and rank in self._island and not self.native.eager:
+        if self.native is not None and rank in self._island and (session_closed or not self.native.eager):
             self.native.abort(Reason.LEFT.word(rank))
 
     def abort(self, word: int, why: str = "") -> None:

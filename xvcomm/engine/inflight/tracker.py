@@ -240,6 +240,10 @@ class Tracker:
             self._polling.release()
         self._looked = begin
 
+    def collective(self) -> bool:
+        """Whether a collective was enqueued and has not ended, as far as is known; an open batch may have one."""
+        return any(batch.collective() for batch in self._batches()) or any(list(self._open_batches.values()))
+
     def operations(self) -> set[Operation]:
         """Those that Python has begun and enqueued."""
         found = [batch.operations for batch in self._batches()]

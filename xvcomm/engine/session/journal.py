@@ -63,7 +63,7 @@ class Journal:
         """Let a rank of this host write its stack, unless it was asked for it just now; False if it does not do that.
 
         Args:
-            request: asks it, and has emptied its file by the end; so who finds noted that it was asked reads no older stack.
+            request: asks it, and first empties its file; so a rank that sees the note reads no older stack.
         """
         words = self._read(rank, lambda region: region.cast("q"), None)
         if words is None or time.time_ns() - words[2] < STACK_NANOSECONDS:
