@@ -141,7 +141,7 @@ class Lifecycle:
         self.check_members(sequence)
 
     def check_members(self, sequence: int | None) -> None:
-        """Raise CollectiveStopped if a rank of this island has left before collective number `sequence`; None is any."""
+        """Raise CollectiveStopped if a rank of this island left before collective number `sequence`; with None, if one left."""
         missing = self.missing_members(sequence)
         if missing:
             raise CollectiveStopped(Reason.LEFT.word(min(missing)))

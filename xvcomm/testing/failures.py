@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,14 +18,12 @@ import numpy as np
 
 from xvcomm.comm.communicator import Communicator
 from xvcomm.engine.inflight.tracker import Tracker
-from xvcomm.engine.inflight.work import Work
 from xvcomm.errors import Aborted, DeadlineExceeded, MismatchError, PeerLost, XvcommError
 from xvcomm.testing.arrays import SECONDS, arrays, on_device
+from xvcomm.testing.failing import error_of, error_soon, finish, may_fail, warmed_up
 from xvcomm.testing.signals import Signals, await_that
 
 _PATIENCE = 0.4
-_warming = 0
-"""Number of collectives that `_group` runs in the shapes that are to fail; after a few, compiled code starts them on GPUs."""
 
 
 def check_mismatch(comm: Communicator, timeout: float | None = None) -> None:
@@ -36,13 +34,13 @@ def check_mismatch(comm: Communicator, timeout: float | None = None) -> None:
     """
     a, odd = arrays(comm), comm.rank == comm.size - 1
     for asynchronous in (True, False):
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             x = a.put(np.zeros(1000, np.float64 if odd else np.float32))
             if asynchronous:
-                errors = [_raised(MismatchError, _finished, group.all_reduce, x, async_op=True, timeout=timeout)]
+                errors = [error_of(MismatchError, finish, group.all_reduce, x, async_op=True, timeout=timeout)]
             else:
-                errors = [_raised_soon(MismatchError, group.all_reduce, x, timeout=timeout)]
-            errors.append(_raised(MismatchError, group.barrier))
+                errors = [error_soon(MismatchError, group.all_reduce, x, timeout=timeout)]
+            errors.append(error_of(MismatchError, group.barrier))
             for error in errors:
                 assert "float32" in str(error) and "float64" in str(error), error
             a.get(x)
@@ -52,15 +50,15 @@ def check_message_mismatch(comm: Communicator) -> None:
     """A mismatch of tags is reported at both ends of a message, and nothing is delivered."""
     a, x = arrays(comm), np.ones(1000)
     for asynchronous in (True, False):
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             y = a.put(0 * x)
             if comm.rank == 0:
                 group.isend(a.put(x), 1, tag=1)
             elif comm.rank == 1 and asynchronous:
-                _raised(MismatchError, _finished, group.irecv, y, 0, tag=2)
+                error_of(MismatchError, finish, group.irecv, y, 0, tag=2)
             elif comm.rank == 1:
-                _raised_soon(MismatchError, group.recv, y, 0, tag=2)
-            error = _raised_soon(MismatchError, group.barrier)
+                error_soon(MismatchError, group.recv, y, 0, tag=2)
+            error = error_soon(MismatchError, group.barrier)
             assert "tag 1" in str(error) and "tag 2" in str(error), error
             assert not a.get(y).any(), "a message was delivered that both ends described differently"
 
@@ -70,7 +68,7 @@ def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
     a, last = arrays(comm), comm.size - 1
     for asynchronous in (True, False):
         signals = Signals(comm)
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             if comm.rank == last:
                 group.send(a.put(np.ones(10)), 0, tag=1)
                 group.close()
@@ -78,10 +76,10 @@ def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
                 signals.hear("left", [last])
                 y = a.put(np.zeros(10))
                 if asynchronous:
-                    errors = [_raised(MismatchError, _finished, group.irecv, y, last, tag=2)]
+                    errors = [error_of(MismatchError, finish, group.irecv, y, last, tag=2)]
                 else:
-                    errors = [_raised_soon(MismatchError, group.recv, y, last, tag=2)]
-                errors.append(_raised_soon(MismatchError, group.barrier))
+                    errors = [error_soon(MismatchError, group.recv, y, last, tag=2)]
+                errors.append(error_soon(MismatchError, group.barrier))
                 for error in errors:
                     assert "sent 10 x float64, tag 1" in str(error), error
                     assert "expected 10 x float64, tag 2" in str(error), error
@@ -93,14 +91,14 @@ def check_message_mismatch_with_the_departed(comm: Communicator) -> None:
 def check_message_to_the_departed(comm: Communicator) -> None:
     """A sender to a rank that has left gets PeerLost, not a mismatch."""
     a, last, signals = arrays(comm), comm.size - 1, Signals(comm)
-    with _group(comm) as group:
+    with may_fail(comm) as group:
         if comm.rank == last:
             group.recv(a.put(np.zeros(10)), 0)
             group.close()
         elif comm.rank == 0:
             group.send(a.put(np.ones(10)), last)
             signals.hear("left", [last])
-            error = _raised_soon(PeerLost, group.send, a.put(np.ones(20)), last)
+            error = error_soon(PeerLost, group.send, a.put(np.ones(20)), last)
             assert error.peer == last, error
         signals.tell("left")
         signals.hear("left", range(comm.size))
@@ -111,24 +109,24 @@ def check_deadline(comm: Communicator) -> None:
     a, late = arrays(comm), comm.size - 1
     for what in ("asynchronous", "blocking", "message"):
         signals = Signals(comm)
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             x = a.put(np.zeros(1000))
             if comm.rank == late:
                 signals.hear("late", range(late))
             elif what == "asynchronous":
                 work = group.all_reduce(x, async_op=True, timeout=_PATIENCE)
-                _raised(DeadlineExceeded, work.synchronize)
+                error_of(DeadlineExceeded, work.synchronize)
                 await_that(work.done)  # as soon as the stream has passed it
                 assert isinstance(work.exception(), DeadlineExceeded)
             elif what == "blocking":
                 with contextlib.suppress(DeadlineExceeded):  # on host memory
                     group.all_reduce(x, timeout=_PATIENCE)
-                _raised_soon(DeadlineExceeded, group.barrier)
+                error_soon(DeadlineExceeded, group.barrier)
             elif comm.rank == 0:
                 with contextlib.suppress(DeadlineExceeded):
                     group.recv(x, late, timeout=_PATIENCE)
             signals.tell("late")
-            error = _raised_soon(DeadlineExceeded, group.barrier)
+            error = error_soon(DeadlineExceeded, group.barrier)
             assert f"rank {late}" in str(error), error
             a.get(x)
 
@@ -141,7 +139,7 @@ def check_deadline_behind_a_late_event(comm: Communicator) -> None:
         time.sleep(_PATIENCE / 2)  # the thread that polls the device records an event after the current work
         add(tracker, *args)
 
-    with _group(comm) as group:
+    with may_fail(comm) as group:
         x = a.put(np.zeros(1000))
         group.all_reduce(x)
         if comm.rank == late:
@@ -150,10 +148,10 @@ def check_deadline_behind_a_late_event(comm: Communicator) -> None:
             with mock.patch.object(Tracker, "add_blocking", add_late), contextlib.suppress(DeadlineExceeded):
                 group.all_reduce(x, timeout=_PATIENCE)
             begin = time.monotonic()
-            _raised_soon(DeadlineExceeded, group.barrier)
+            error_soon(DeadlineExceeded, group.barrier)
             assert time.monotonic() - begin < SECONDS / 4, "the deadline of an older operation was waited for"
         signals.tell("late")
-        _raised_soon(DeadlineExceeded, group.barrier)
+        error_soon(DeadlineExceeded, group.barrier)
         a.get(x)
 
 
@@ -169,7 +167,7 @@ def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
     x, y = a.put(np.zeros(1000)), a.put(np.ones(3))
     soon = 12 * _PATIENCE  # long enough to be met on a busy machine
     patience = {"recv": SECONDS, "broadcast": SECONDS, late: soon}
-    with _group(comm) as group:
+    with may_fail(comm) as group:
         for _ in range(3):
             group.all_reduce(y)
         begin = time.monotonic()
@@ -177,10 +175,10 @@ def check_deadline_beside_loading(comm: Communicator, late: str) -> None:
         group.all_reduce(y, timeout=0.75 * soon)  # completes in time, which is not visible
         with contextlib.suppress(DeadlineExceeded):
             group.broadcast(y, timeout=patience["broadcast"])
-        error = _raised(DeadlineExceeded, work.synchronize)
+        error = error_of(DeadlineExceeded, work.synchronize)
         assert re.search(rf"[:;] {late} [^;:]*(was waiting for|: the native collective)", str(error)), error
         assert time.monotonic() - begin < SECONDS / 2
-        _raised_soon(DeadlineExceeded, group.barrier)
+        error_soon(DeadlineExceeded, group.barrier)
         a.get(x)
         a.get(y)
 
@@ -216,7 +214,7 @@ def check_early_departure(comm: Communicator) -> None:
     ]
     for repeated in (0, 3):
         for call, first, wanted in calls:
-            with _group(comm) as group:
+            with may_fail(comm) as group:
                 for _ in range(repeated):
                     call(group)
                 comm.barrier()
@@ -229,25 +227,25 @@ def check_early_departure(comm: Communicator) -> None:
 
 def check_mismatch_repeated(comm: Communicator, timeout: float | None = None) -> None:
     """`check_mismatch` for collectives that were called before in the same shape."""
-    with _repeated(comm):
+    with warmed_up(comm):
         check_mismatch(comm, timeout)
 
 
 def check_deadline_repeated(comm: Communicator) -> None:
     """`check_deadline` for collectives that were called before in the same shape."""
-    with _repeated(comm):
+    with warmed_up(comm):
         check_deadline(comm)
 
 
 def check_abort_repeated(comm: Communicator) -> None:
     """`check_abort` for collectives that were called before in the same shape."""
-    with _repeated(comm):
+    with warmed_up(comm):
         check_abort(comm)
 
 
 def check_departure_repeated(comm: Communicator) -> None:
     """`check_departure` for collectives that were called before in the same shape."""
-    with _repeated(comm):
+    with warmed_up(comm):
         check_departure(comm)
 
 
@@ -257,7 +255,7 @@ def check_exchange_repeated(comm: Communicator) -> None:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for what, wanted in (("mismatch", MismatchError), ("deadline", DeadlineExceeded), ("departure", PeerLost)):
         signals = Signals(comm)
-        with on_device(comm), _group(comm) as group:
+        with on_device(comm), may_fail(comm) as group:
             x, y = a.put(np.ones(1000)), a.put(np.zeros(1000))
             for _ in range(8):
                 group.sendrecv(a.put(np.zeros(1000)), after, y, before)
@@ -277,7 +275,7 @@ def check_exchange_repeated(comm: Communicator) -> None:
             signals.tell("late")
             if what == "departure" and comm.rank == last:
                 continue
-            error = _raised_soon(wanted, group.barrier)
+            error = error_soon(wanted, group.barrier)
             if what == "mismatch":
                 assert "tag 1" in str(error) and "tag 2" in str(error), error
                 assert comm.rank or not a.get(y).any(), "a message was delivered that both ends described differently"
@@ -290,22 +288,22 @@ def check_probe_deadline(comm: Communicator) -> None:
     last = comm.size - 1
     for source in (last, None):
         signals = Signals(comm)
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             if comm.rank == 0:
-                error = _raised(DeadlineExceeded, group.probe, source, channel=1, timeout=_PATIENCE)
+                error = error_of(DeadlineExceeded, group.probe, source, channel=1, timeout=_PATIENCE)
                 named = range(1, comm.size) if source is None else [last]
                 assert all(f"rank {rank} on " in str(error) for rank in named) and "(channel 1)" in str(error), error
             else:
                 signals.hear("late", [0])
             signals.tell("late")
-            _raised_soon(DeadlineExceeded, group.iprobe)
-        with _group(comm) as group:
+            error_soon(DeadlineExceeded, group.iprobe)
+        with may_fail(comm) as group:
             if comm.rank == 0:
-                error = _raised(Aborted, group.probe, source)
+                error = error_of(Aborted, group.probe, source)
                 assert "enough is enough" in str(error), error
             elif comm.rank == last:
                 group.abort("enough is enough")
-            _raised_soon(Aborted, group.iprobe)
+            error_soon(Aborted, group.iprobe)
 
 
 def check_probe_of_the_departed(comm: Communicator) -> None:
@@ -313,7 +311,7 @@ def check_probe_of_the_departed(comm: Communicator) -> None:
     a, last = arrays(comm), comm.size - 1
     for source in (last, None):
         signals = Signals(comm)
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             if comm.rank == last:
                 group.send(a.put(np.full(5, 4.0)), 0, 3, channel=1)
                 group.close()
@@ -328,9 +326,9 @@ def check_probe_of_the_departed(comm: Communicator) -> None:
                     assert group.probe(channel=1).src == 1
                     group.recv(a.put(np.zeros(1)), 1, channel=1)
                     source = last
-                error = _raised_soon(PeerLost, group.iprobe, source, channel=1)
+                error = error_soon(PeerLost, group.iprobe, source, channel=1)
                 assert error.peer == last and f"rank {last} on " in str(error), error
-                _raised(PeerLost, group.probe, source, channel=1)
+                error_of(PeerLost, group.probe, source, channel=1)
             elif comm.rank == 1 and source is None:
                 signals.hear("more", [0])
                 group.send(a.put(np.zeros(1)), 0, channel=1)
@@ -343,7 +341,7 @@ def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: ty
     a, last, errors = arrays(comm), comm.size - 1, []
     for asynchronous in (True, False):
         signals = Signals(comm)
-        with _group(comm) as group:
+        with may_fail(comm) as group:
             x = a.put(np.zeros(1000))
             with signals.late("all_reduce", last):
                 if comm.rank == last:
@@ -354,8 +352,8 @@ def _ended_by(comm: Communicator, act: Callable[[Communicator], None], error: ty
                     with contextlib.suppress(error):  # on host memory
                         group.all_reduce(x)
             if comm.rank != last:
-                errors += [_raised(error, work.synchronize)] if asynchronous else []
-                errors.append(_raised_soon(error, group.barrier))
+                errors += [error_of(error, work.synchronize)] if asynchronous else []
+                errors.append(error_soon(error, group.barrier))
             a.get(x)
     return errors
 
@@ -366,7 +364,7 @@ def wait_for_last(comm: Communicator) -> list[XvcommError]:
     x, y = a.put(np.zeros(100)), a.put(np.zeros(100))
     works = [comm.irecv(x, last), comm.all_reduce(y, async_op=True)]
     signals.tell("waiting")
-    errors = [_raised(XvcommError, call) for call in (*(work.synchronize for work in works), comm.barrier)]
+    errors = [error_of(XvcommError, call) for call in (*(work.synchronize for work in works), comm.barrier)]
     a.get(x)
     a.get(y)
     return errors
@@ -377,67 +375,6 @@ def die_awaited(comm: Communicator) -> None:
     signals = Signals(comm)
     signals.hear("waiting", range(comm.size - 1))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _group(comm: Communicator) -> Iterator[Communicator]:
-    """A communicator of all ranks that may fail in the block; `comm` must work afterwards."""
-    group = comm.split(0)
-    assert group is not None
-    a = arrays(comm)
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for each in (group, comm):
-        each.all_reduce(a.put(np.ones(3)))
-        each.sendrecv(a.put(np.ones(3)), after, a.put(np.ones(3)), before)
-    for number in range(_warming):
-        group.all_reduce(a.put(np.zeros(1000, (np.float32, np.float64)[number % 2])))
-    comm.barrier()  # otherwise the failure may affect another rank's warm-up
-    try:
-        yield group
-    finally:
-        group.close()
-    assert (a.get(comm.all_reduce(a.put(np.ones(3)))) == comm.size).all()
-    assert (a.get(comm.sendrecv(a.put(np.ones(3)), after, a.put(np.zeros(3)), before)) == 1).all()
-
-
-@contextlib.contextmanager
-def _repeated(comm: Communicator) -> Iterator[None]:
-    """Warm up the collectives that fail, with the rank's device current on the thread, which compiled code requires."""
-    global _warming
-    _warming = 8
-    try:
-        with on_device(comm):
-            yield
-    finally:
-        _warming = 0
-
-
-def _finished(start: Callable[..., Work], *args: Any, **kwargs: Any) -> None:
-    start(*args, **kwargs).synchronize()
-
-
-def _raised(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> XvcommError:
-    """The error that a call raises."""
-    try:
-        call(*args, **kwargs)
-    except error as raised:
-        return raised
-    raise AssertionError(f"no {error.__name__}")
-
-
-def _raised_soon(error: type[XvcommError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> XvcommError:
-    """The error of a call, or of a later one, because an asynchronous call returns before its error is known."""
-    raised: list[XvcommError] = []
-
-    def has_raised() -> bool:
-        try:
-            call(*args, **kwargs)
-        except error as caught:
-            raised.append(caught)
-        return bool(raised)
-
-    await_that(has_raised)
-    return raised[0]
 
 
 CHECKS: tuple[Callable[[Communicator], None], ...] = (

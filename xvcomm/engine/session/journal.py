@@ -69,7 +69,8 @@ class Journal:
         if words is None or time.time_ns() - words[2] < STACK_NANOSECONDS:
             return True
         asked = request()
-        words[2] = time.time_ns()
+        if asked:
+            words[2] = time.time_ns()
         return asked
 
     def note_clock(self, ahead: int) -> None:
