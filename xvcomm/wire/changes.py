@@ -140,7 +140,7 @@ def _use(address: int, index: int) -> int:
         link.sockets[link.socket_count] = address_of(rail, "lock")
         link.socket_count += 1
         _count_routes(link)
-    rail.state = UP
+    store_release(address_of(rail, "state"), UP)
     unlock(carrier)
     return 0
 
@@ -236,7 +236,7 @@ def _withdraw(address: int, record: int) -> int:
 def _attach(address: int, record: int, place: int) -> int:
     """Take a wire into use, in a place that `detach` has made free, or in a new one if that is -1; its number, or FULL."""
     carrier, wire = carrier_at(address), wire_at(record)
-    lock(carrier)
+    count = lock_all(carrier)  # the record that a place has had may be gone next
     link = link_at(load(carrier.links + 8 * wire.link))
     if place >= 0:
         before = wire_at(load(carrier.wires + 8 * place))
@@ -254,7 +254,7 @@ def _attach(address: int, record: int, place: int) -> int:
         carrier.wire_count += 1
         link.wire_count += 1
     number = wire.number
-    unlock(carrier)
+    unlock_all(carrier, count)
     return number
 
 

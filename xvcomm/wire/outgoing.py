@@ -26,8 +26,8 @@ from xvcomm.wire.control_frames import (
 from xvcomm.wire.counters import any_flies, entry_of, finished
 from xvcomm.wire.delivery import credit_is_sooner, look
 from xvcomm.wire.frames import Kind
-from xvcomm.wire.records import TOLD, UNTOLD, link_at, wire_at
-from xvcomm.wire.slot_frames import send_data, unsent
+from xvcomm.wire.records import DUE, TOLD, UNTOLD, link_at, wire_at
+from xvcomm.wire.slot_frames import begun, send_data, unsent
 
 _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK = map(
     int, (Kind.STOP, Kind.STOPPED, Kind.PING, Kind.PONG, Kind.LEAVE, Kind.ASK)
@@ -118,6 +118,37 @@ def _choose_of(carrier: Any, rail: Any, rail_index: int, link: Any, wire: Any, p
         return False
     rail.out_wire = place
     return send_data(rail, rail_index, link, wire)
+
+
+@register_jitable
+def _wire_seems_due(wire: Any, idle: bool) -> bool:
+    """Whether a wire seems to have a frame for some rail."""
+    if wire.ring == 0:
+        return False
+    if wire.open != 0 or wire.answer != 0 or wire.again != 0 or wire.entries >= 0 or wire.confirm != 0 or wire.withdrawal == DUE:
+        return True
+    if wire.there < 0:
+        return False
+    if wire.stop == UNTOLD and load_acquire(wire.ring + ABORT) != 0:
+        return True
+    return begun(wire) if wire.producer != 0 else credit_due(wire, idle)
+
+
+@register_jitable
+def seems_due(carrier: Any, rail: Any, idle: bool) -> bool:
+    """Whether there seems to be a frame for a rail of a socket, as far as can be seen without the carrier's lock.
+
+    The caller holds the rail's lock, so that no ring's memory is unmapped meanwhile.
+    """
+    if rail.pong != 0 or rail.ping != 0 or rail.asked != 0:
+        return True
+    link = link_at(load(carrier.links + 8 * rail.link))
+    if link.ask != 0 or link.failed_count > 0 or link.leave == 1:
+        return True
+    for i in range(link.wire_count):
+        if _wire_seems_due(wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i))), idle):
+            return True
+    return carrier.region_count != 0
 
 
 @register_jitable

@@ -57,13 +57,17 @@ _REST = 64
 def _carry_for(carrier: Any, rail: Any, index: int, idle: bool, receives: bool) -> int:
     """Receive and send on a rail whose lock the caller holds; the number of bytes."""
     if rail.rdma != 0:
+        lock(carrier)
         got = take_frames(carrier, rail, index)
         sent = post_frames(carrier, rail, index, idle) if got >= 0 else 0
+        unlock(carrier)
     else:
         got = receive_frames(carrier, rail, index) if receives else 0
         sent = send_frames(carrier, rail, index, idle) if got >= 0 else 0
     if got < 0 or sent < 0:
+        lock(carrier)
         lose_rail(carrier, rail, index, min(got, sent))
+        unlock(carrier)
     return abs(got) + abs(sent)
 
 
@@ -109,11 +113,7 @@ def _carry(carrier: Any, idle: bool, thread: int, receives: bool = True) -> bool
         rail = rail_at(load(carrier.rails + 8 * i))
         if rail.state != UP or _rests(carrier, rail) or not try_rail(rail):
             continue
-        nbytes = 0
-        lock(carrier)
-        if rail.state == UP:
-            nbytes = _carry_for(carrier, rail, i, idle, receives)
-        unlock(carrier)
+        nbytes = _carry_for(carrier, rail, i, idle, receives) if rail.state == UP else 0
         leave_rail(rail)
         moved = moved or nbytes != 0
         if nbytes >= _MUCH and count > 1:

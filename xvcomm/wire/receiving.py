@@ -11,7 +11,7 @@ from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.wire.frames import CONTROL_BYTES, HEADER, Kind
 from xvcomm.wire.incoming import PROTOCOL, REFUSED, end_slot, handle
-from xvcomm.wire.locks import begin_copy, end_copy
+from xvcomm.wire.locks import begin_copy, end_copy, lock, unlock
 from xvcomm.wire.records import EAGER, SINK_BYTES, frame_at
 from xvcomm.wire.sockets import BLOCKED, receive
 
@@ -72,7 +72,8 @@ def _take_payload(carrier: Any, rail: Any) -> None:
 def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
     """Receive until the socket has no more, unless what it has gathers; the number of bytes, or a failure.
 
-    The caller holds the locks of the rail and of the carrier.
+    The caller holds the rail's lock. The carrier's is needed only for what has come, and for a slot's place: threads that look
+    at empty sockets do not contend for it.
     """
     total, news = 0, 0
     if rail.slot_left > _GATHER_BYTES and monotonic() < rail.gathered_at:
@@ -80,20 +81,22 @@ def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
     empty = False
     while total < RECEIVE_BYTES and not empty:
         if rail.slot_left > 0:
+            lock(carrier)
             to_ring = rail.slot_data != 0
             target = rail.slot_data if to_ring else carrier.sink
             wanted = rail.slot_left if to_ring else min(rail.slot_left, SINK_BYTES)
+            begin_copy(carrier, rail)
         else:
             target = address_of(rail, "buffer") + rail.end
             wanted = min(EAGER, EAGER + HEADER + CONTROL_BYTES - rail.end)
-        begin_copy(carrier, rail)
         got = receive(rail, target, wanted)
-        end_copy(carrier, rail)
-        if got == BLOCKED:
-            empty = True
-            break
         if got < 0:
+            store_release(address_of(rail, "copying"), 0)
+            empty = got == BLOCKED
+            if empty:
+                break
             return got
+        end_copy(carrier, rail)
         total += got
         empty = got < wanted and rail.tls == 0  # TLS gives one record at a time
         if rail.slot_left > 0:
@@ -106,8 +109,10 @@ def receive_frames(carrier: Any, rail: Any, rail_index: int) -> int:
             rail.end += got
             result = _handle_buffer(carrier, rail, rail_index)
             if result == REFUSED:
+                unlock(carrier)
                 return PROTOCOL
             news = news or result
+        unlock(carrier)
     if empty and rail.slot_left > _GATHER_BYTES:
         rail.gathered_at = monotonic() + _GATHER_NS
     if total > 0:

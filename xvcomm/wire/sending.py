@@ -8,8 +8,8 @@ from xvcomm.jit.atomics import load
 from xvcomm.jit.inline import register_jitable
 from xvcomm.wire.delivery import look, watch
 from xvcomm.wire.frames import HEADER
-from xvcomm.wire.locks import begin_copy, end_copy
-from xvcomm.wire.outgoing import choose_frame
+from xvcomm.wire.locks import begin_copy, end_copy, lock, unlock
+from xvcomm.wire.outgoing import choose_frame, seems_due
 from xvcomm.wire.records import link_at
 from xvcomm.wire.sockets import BLOCKED, send
 
@@ -48,14 +48,7 @@ def _advance(rail: Any, sent: int) -> None:
 
 
 @register_jitable
-def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
-    """Send frames until the socket is full or there is nothing to send; the number of bytes sent, or a failure.
-
-    The caller holds the locks of the rail and of the carrier.
-
-    Args:
-        idle: whether to send credits that could wait, too.
-    """
+def _send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
     total = 0
     while total < SEND_BYTES:
         if rail.out == 0 and not choose_frame(carrier, rail, rail_index, idle):
@@ -77,3 +70,22 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
         total += sent
     rail.blocked = 0
     return total
+
+
+@register_jitable
+def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
+    """Send frames until the socket is full or there is nothing to send; the number of bytes sent, or a failure.
+
+    The caller holds the rail's lock. The carrier's is needed only if there seems to be something to send.
+
+    Args:
+        idle: whether to send credits that could wait, too.
+    """
+    if rail.out == 0 and not seems_due(carrier, rail, idle):
+        rail.blocked = rail.declined = 0
+        watch(rail)
+        return 0
+    lock(carrier)
+    sent = _send_frames(carrier, rail, rail_index, idle)
+    unlock(carrier)
+    return sent

@@ -96,7 +96,7 @@ def _send_entry_again(rail: Any, wire: Any) -> bool:
 
 
 @register_jitable
-def _begun(wire: Any) -> bool:
+def begun(wire: Any) -> bool:
     """Whether the producer has described the message that is to be sent next."""
     return load_acquire(address_of(entry_of(wire, wire.message, True), "number")) == wire.message + 1
 
@@ -166,7 +166,7 @@ def send_data(rail: Any, rail_index: int, link: Any, wire: Any) -> bool:
         return True
     if wire.entries >= 0 and _send_entry_again(rail, wire):
         return True
-    while _begun(wire):
+    while begun(wire):
         entry, ring = entry_of(wire, wire.message, True), wire.geometry
         nbytes = entry.message.nbytes
         chunk = _chunk_bytes(nbytes, ring.lanes, ring.slot_bytes, ring.least_chunk)
