@@ -49,6 +49,14 @@ def test_congestion_control_that_makes_pauses(two_hosts):
     assert congestion(two_hosts, "bbr") == [["bbr"], ["bbr"]]
 
 
+@pytest.mark.parametrize("two_hosts", [{"congestion": "bbr"}], indirect=True, ids=["bbr"])
+def test_connections_begin_without_pauses(two_hosts):
+    """Else Linux paces them ever after."""
+    found = [json.loads(text.splitlines()[-1]) for text in two_hosts.run("beginnings")]
+    listening = {name for names, _ in found for name in names}
+    assert listening and "bbr" not in listening and all(name != "bbr" for _, name in found)
+
+
 def test_congestion_control_that_there_is_not(two_hosts):
     for process in two_hosts.start("congestion", env={"XVCOMM_TCP_CONGESTION": "none"}):
         text = process.communicate(timeout=60)[0]

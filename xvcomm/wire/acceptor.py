@@ -12,7 +12,7 @@ from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.system.notice import notice
 from xvcomm.system.strangers import Strangers
 from xvcomm.wire import handshake, pair_trials
-from xvcomm.wire.connections import ends, hang_up
+from xvcomm.wire.connections import ends, hang_up, unpace
 from xvcomm.wire.links import Link, Process
 
 _PAUSE_SECONDS = 0.2
@@ -52,6 +52,7 @@ class Acceptor:
         """Begin to accept."""
         for listener in self.listeners:
             listener.setblocking(False)
+            unpace(listener)
         self._accepting = [self._spawn(self._accept(listener)) for listener in self.listeners]
 
     async def stop(self) -> None:

@@ -125,7 +125,14 @@ def _wire_seems_due(wire: Any, idle: bool) -> bool:
     """Whether a wire seems to have a frame for some rail."""
     if wire.ring == 0:
         return False
-    if wire.open != 0 or wire.answer != 0 or wire.again != 0 or wire.entries >= 0 or wire.confirm != 0 or wire.withdrawal == DUE:
+    if (
+        wire.open != 0
+        or wire.answer != 0
+        or wire.again != 0
+        or wire.entries >= 0
+        or wire.confirm != 0
+        or wire.withdrawal == DUE
+    ):
         return True
     if wire.there < 0:
         return False

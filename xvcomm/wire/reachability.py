@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from xvcomm.types.route import Ends, Route
 from xvcomm.wire import handshake
+from xvcomm.wire.connections import unpace
 
 _CONNECT_SECONDS = 1.4
 """How long a host may take to accept a connection: the kernel asks a second time after one second."""
@@ -29,6 +30,7 @@ async def connect(route: Route) -> socket.socket:
     connection = socket.socket(socket.AF_INET6 if ":" in remote else socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
+        unpace(connection)
         connection.bind((local, 0))
         async with asyncio.timeout(_CONNECT_SECONDS):
             await asyncio.get_running_loop().sock_connect(connection, (remote, route.port))
