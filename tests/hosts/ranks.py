@@ -1,7 +1,6 @@
 """What a rank of a test between hosts does: `ranks.py ACTION [ARGUMENT]`."""
 
 import argparse
-import asyncio
 import contextlib
 import ctypes
 import importlib.metadata
@@ -19,12 +18,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import relay
+from sockets import addresses_between_hosts, between_hosts, congestion_of, congestion_of_new, listeners_in_use
 
 import xvcomm
 from xvcomm.system import notice
 from xvcomm.testing.inside import forget_routes, network
-from xvcomm.types.route import Route
-from xvcomm.wire.reachability import connect
 
 
 def collectives(comm):
@@ -323,53 +321,27 @@ def find_congestion(comm):
     return congestion_of(between_hosts())
 
 
-def between_hosts():
-    """The connections of this process but the store's."""
-    every = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
-    return [c for c in every if 29711 not in (c.laddr.port, c.raddr.port)]
-
-
-def congestion_of(connections):
-    """TCP's congestion control of each socket, sorted."""
-    found = set()
-    for connection in connections:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as copy:  # it may be closed
-            name = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            found.add(name.rstrip(b"\0").decode())
-    return sorted(found)
-
-
 def beginnings(comm):
     """Print TCP's congestion control with which connections begin: of the listener, if another rank has used it, and of one that
     this rank makes.
     """
     comm.all_reduce(np.zeros(10))
-    accepted = {connection.laddr.port for connection in between_hosts()}
-    every = psutil.Process().net_connections("tcp")
-    found = congestion_of(c for c in every if c.status == psutil.CONN_LISTEN and c.laddr.port in accepted)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = Route("127.0.0.1", "127.0.0.1", listener.getsockname()[1], ("lo", "lo"))
-        with asyncio.run(connect(here)) as connection:
-            name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    print(json.dumps([found, name.rstrip(b"\0").decode()]))
+    print(json.dumps([congestion_of(listeners_in_use()), congestion_of_new()]))
     comm.barrier()
 
 
 def rails(comm, wanted):
     """The addresses of the connections between the hosts, this side's first, once there are so many; or after a while."""
 
-    def found():
-        return [(c.laddr.ip, c.raddr.ip) for c in between_hosts()]
-
     end = time.monotonic() + 8
     while True:
         comm.all_reduce(np.zeros(10))
         late = time.monotonic() > end
-        if all(comm.all_gather_object(late or len(found()) >= int(wanted))):
+        if all(comm.all_gather_object(late or len(addresses_between_hosts()) >= int(wanted))):
             break
         time.sleep(0.05)
     time.sleep(1)  # where both sides have connected, one of the two connections is closed
-    print(json.dumps(sorted(found())))
+    print(json.dumps(sorted(addresses_between_hosts())))
     comm.barrier()
 
 

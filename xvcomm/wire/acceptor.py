@@ -12,7 +12,8 @@ from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.system.notice import notice
 from xvcomm.system.strangers import Strangers
 from xvcomm.wire import handshake, pair_trials
-from xvcomm.wire.connections import ends, hang_up, unpace
+from xvcomm.wire.congestion import unpace
+from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.links import Link, Process
 
 _PAUSE_SECONDS = 0.2

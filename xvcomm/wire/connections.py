@@ -11,31 +11,13 @@ import termios
 import numpy as np
 
 from xvcomm.types.route import Ends
+from xvcomm.wire.congestion import pace
 from xvcomm.wire.records import TOLD_BY_KERNEL
 
 _UNSENT_BYTES = 256 << 10
 """Bytes that the kernel holds unsent for a rail: few, so that a slow rail takes no more than it can carry."""
-_PACED, _UNPACED = b"bbr", (b"cubic", b"reno")
-"""The congestion control that makes pauses between packets, and those that replace it, the preferred one first."""
 _NEAR_MICROSECONDS = 1000
 """A host with a shorter least round trip is near: in the same cluster."""
-
-
-def _congestion(connection: socket.socket) -> bytes:
-    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-
-
-def unpace(sock: socket.socket) -> None:
-    """Let a connection begin without pauses between packets: of a socket that is to connect, or that listens.
-
-    If a connection begins with `bbr`, Linux paces it ever after, whatever congestion control it has later: with 12 connections
-    and `cubic`, the first messages of 64 KiB after a rest took three times as long.
-    """
-    if _congestion(sock) == _PACED:
-        for name in _UNPACED:
-            with contextlib.suppress(OSError):  # not every user may choose each of them
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-                break
 
 
 def set_up(connection: socket.socket, congestion: str) -> None:
@@ -49,9 +31,7 @@ def set_up(connection: socket.socket, congestion: str) -> None:
     if congestion:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     elif not _near(connection):
-        with socket.socket(connection.family) as untouched:
-            if _congestion(untouched) == _PACED:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _PACED)
+        pace(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 

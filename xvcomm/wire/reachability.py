@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from xvcomm.types.route import Ends, Route
 from xvcomm.wire import handshake
-from xvcomm.wire.connections import unpace
+from xvcomm.wire.congestion import unpace
 
 _CONNECT_SECONDS = 1.4
 """How long a host may take to accept a connection: the kernel asks a second time after one second."""
