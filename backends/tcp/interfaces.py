@@ -17,6 +17,7 @@ from xvcomm.config import Config
 from xvcomm.errors import ConfigError, ResourceError
 from xvcomm.types.route import MAX_RAILS, RDMA, Route
 from xvcomm.types.subnets import SubnetPort
+from xvcomm.wire.congestion import unpace
 from xvcomm.wire.reachability import disjoint
 
 _BACKLOG = 1024
@@ -99,6 +100,9 @@ def listen(config: Config) -> tuple[list[socket.socket], Place]:
     sockets = _bind([_LOOPBACK, *(str(ip_interface(address).ip) for _, address in found)], config)
     if config.tcp_congestion:
         _choose_congestion(sockets, config.tcp_congestion)
+    else:
+        for listener in sockets:
+            unpace(listener)
     loopback, *ports = (int(listener.getsockname()[1]) for listener in sockets)
     addresses = [Address(name, address, port) for (name, address), port in zip(found, ports, strict=True)]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

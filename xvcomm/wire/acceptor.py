@@ -12,7 +12,6 @@ from xvcomm.errors import AuthenticationError, ResourceError
 from xvcomm.system.notice import notice
 from xvcomm.system.strangers import Strangers
 from xvcomm.wire import handshake, pair_trials
-from xvcomm.wire.congestion import unpace
 from xvcomm.wire.connections import ends, hang_up
 from xvcomm.wire.links import Link, Process
 
@@ -53,7 +52,6 @@ class Acceptor:
         """Begin to accept."""
         for listener in self.listeners:
             listener.setblocking(False)
-            unpace(listener)
         self._accepting = [self._spawn(self._accept(listener)) for listener in self.listeners]
 
     async def stop(self) -> None:

@@ -89,7 +89,7 @@ def lose_rail(carrier: Any, rail: Any, rail_index: int, why: int) -> None:
             owner = wire.owners + 8 * place
             if load(owner) == 1 + rail_index:
                 store(owner, AGAIN if wire.producer != 0 else NOBODY)
-                wire.again = 1
+                wire.again = wire.producer
         if wire.there < 0 or wire.stop < KNOWN:  # else the other side has this side's number, and needs it no more
             wire.open = 2
         if wire.producer != 0:
@@ -236,7 +236,7 @@ def _withdraw(address: int, record: int) -> int:
 def _attach(address: int, record: int, place: int) -> int:
     """Take a wire into use, in a place that `detach` has made free, or in a new one if that is -1; its number, or FULL."""
     carrier, wire = carrier_at(address), wire_at(record)
-    count = lock_all(carrier)  # the record that a place has had may be gone next
+    count = lock_all(carrier)  # the record that the place has had may be freed soon
     link = link_at(load(carrier.links + 8 * wire.link))
     if place >= 0:
         before = wire_at(load(carrier.wires + 8 * place))

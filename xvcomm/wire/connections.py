@@ -11,7 +11,7 @@ import termios
 import numpy as np
 
 from xvcomm.types.route import Ends
-from xvcomm.wire.congestion import pace
+from xvcomm.wire.congestion import pace, unpace
 from xvcomm.wire.records import TOLD_BY_KERNEL
 
 _UNSENT_BYTES = 256 << 10
@@ -30,7 +30,9 @@ def set_up(connection: socket.socket, congestion: str) -> None:
     """
     if congestion:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
-    elif not _near(connection):
+    elif _near(connection):
+        unpace(connection)  # if the host's route has another congestion control than the system
+    else:
         pace(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)

@@ -2,7 +2,8 @@
 
 A thread holds a rail's lock while it carries for that rail, and the carrier's lock while it reads or writes what rails share.
 It releases the carrier's lock while the kernel copies bytes for its rail, so that several threads carry at the same time, each
-for another rail. To take a rail, a wire or an array out of use, a thread holds all these locks.
+for another rail. To find that a rail has nothing to carry, its lock is enough. To take a rail, a wire or an array out of use, a
+thread holds all these locks.
 """
 
 from __future__ import annotations
@@ -89,6 +90,6 @@ def end_copy(carrier: Any, rail: Any) -> None:
 
 @register_jitable
 def await_copy(rail: Any) -> None:
-    """Wait until the kernel does not copy for another thread's rail; the caller holds the carrier's lock, so no copy begins."""
+    """Wait until the kernel does not copy for a rail; the caller holds the carrier's lock, so no copy into a slot begins."""
     while load_acquire(address_of(rail, "copying")) != 0:
         sched_yield()

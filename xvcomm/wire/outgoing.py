@@ -125,20 +125,17 @@ def _wire_seems_due(wire: Any, idle: bool) -> bool:
     """Whether a wire seems to have a frame for some rail."""
     if wire.ring == 0:
         return False
-    if (
-        wire.open != 0
-        or wire.answer != 0
-        or wire.again != 0
-        or wire.entries >= 0
-        or wire.confirm != 0
-        or wire.withdrawal == DUE
-    ):
+    if wire.open != 0:
         return True
     if wire.there < 0:
         return False
+    if wire.answer != 0 or wire.confirm != 0 or wire.withdrawal == DUE:
+        return True
     if wire.stop == UNTOLD and load_acquire(wire.ring + ABORT) != 0:
         return True
-    return begun(wire) if wire.producer != 0 else credit_due(wire, idle)
+    if wire.producer == 0:
+        return credit_due(wire, idle)
+    return bool(wire.stop == UNTOLD and (wire.again != 0 or wire.entries >= 0 or begun(wire)))
 
 
 @register_jitable
@@ -150,12 +147,10 @@ def seems_due(carrier: Any, rail: Any, idle: bool) -> bool:
     if rail.pong != 0 or rail.ping != 0 or rail.asked != 0:
         return True
     link = link_at(load(carrier.links + 8 * rail.link))
-    if link.ask != 0 or link.failed_count > 0 or link.leave == 1:
-        return True
+    due = link.ask != 0 or link.failed_count > 0 or link.leave == 1
     for i in range(link.wire_count):
-        if _wire_seems_due(wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i))), idle):
-            return True
-    return carrier.region_count != 0
+        due = due or _wire_seems_due(wire_at(load(carrier.wires + 8 * load(link.wires + 8 * i))), idle)
+    return bool(due)
 
 
 @register_jitable

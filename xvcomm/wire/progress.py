@@ -113,7 +113,8 @@ def _carry(carrier: Any, idle: bool, thread: int, receives: bool = True) -> bool
         rail = rail_at(load(carrier.rails + 8 * i))
         if rail.state != UP or _rests(carrier, rail) or not try_rail(rail):
             continue
-        nbytes = _carry_for(carrier, rail, i, idle, receives) if rail.state == UP else 0
+        up = load_acquire(address_of(rail, "state")) == UP
+        nbytes = _carry_for(carrier, rail, i, idle, receives) if up else 0
         leave_rail(rail)
         moved = moved or nbytes != 0
         if nbytes >= _MUCH and count > 1:

@@ -1,7 +1,7 @@
 """The records of a process's carrier, shared by Python and compiled code: carrier, links, rails, wires.
 
-Python fills a record before it hands it over. From then on the compiled code that holds `CARRIER.lock` reads and writes it; what
-a rail sends and receives at the moment belongs to the thread that holds `RAIL.lock`.
+Python fills a record before it hands it over. From then on the compiled code that holds `CARRIER.lock` writes it, and what
+a rail sends and receives at the moment the code that holds `RAIL.lock`; `outgoing.seems_due` reads some without the former.
 """
 
 from __future__ import annotations

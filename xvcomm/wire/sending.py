@@ -83,7 +83,10 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
     """
     if rail.out == 0 and not seems_due(carrier, rail, idle):
         rail.blocked = rail.declined = 0
-        watch(rail)
+        if rail.tried != 0 and rail.watched != 0:
+            lock(carrier)
+            watch(rail)
+            unlock(carrier)
         return 0
     lock(carrier)
     sent = _send_frames(carrier, rail, rail_index, idle)
