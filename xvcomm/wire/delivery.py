@@ -31,8 +31,12 @@ _FEW_BYTES, _UNSURE_GROWTH_NS = 2 << 20, 1e8
 """A rail that was measured by fewer bytes may be much faster: a connection begins slowly, and may stall once when its link has
 just come back. Until then its rate seems to grow about threefold in this time.
 """
-_MOST_GROWTH, _MOST_AT_ONCE = 1e12, 2.0
-"""Limits of the growth that is assumed, and of the factor by which one slot raises or lowers a rate."""
+_MOST_GROWTH = 1e12
+"""Limit of the growth that is assumed."""
+_MOST_AT_ONCE, _LEAST_AT_ONCE = 2.0, 0.7
+"""Limits of the factor by which one slot changes a rate. It lowers it by less than `_SLOWER`: else one slot that was late for
+some other reason would make a link seem so slow that it took none for a second.
+"""
 _LEAST_NS, _SLOWER = 100_000, 1.5
 """A rail that is slower by less than this time, or this factor, takes what it can."""
 _LATE_NS = 2_000_000
@@ -96,7 +100,7 @@ def _judge(rail: Any, now: int, before: int) -> None:
         rate = measured
     if known or always_full or (rail.growth > 0 and measured > rate):
         rail.measured += arrived
-        _settle(rail, min(max(measured, rate / _MOST_AT_ONCE), _MOST_AT_ONCE * rate))
+        _settle(rail, min(max(measured, _LEAST_AT_ONCE * rate), _MOST_AT_ONCE * rate))
     rail.tried = 0
 
 
