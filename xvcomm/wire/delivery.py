@@ -15,9 +15,9 @@ from xvcomm.wire.sockets import ask_kernel
 _LOOK_NS = 1_000_000
 """How long what the kernel has told is good, at least; a round trip if that is longer."""
 _SHORT_BYTES, _WATCH_NS = 256 << 10, 50_000
-"""Messages up to this size: there the kernel is asked whether the slot that measures a rail was delivered, every 50 us at most.
-In longer messages this is seen when the next slot is sent. When the kernel was asked there too, the rails' shares changed too
-often: 1 MiB over two equal links took a seventh longer.
+"""Messages up to this size: there the kernel is asked whether the slot that measures a rail was delivered, every 50 us at most;
+and where a rail is tried again that left slots to others. Otherwise this is seen when the next slot is sent. When the kernel was
+always asked, the rails' shares changed too often: 1 MiB over two equal links took a seventh longer.
 """
 _SAMPLE_BYTES, _SMOOTH_NS = 64 << 10, 2e7
 """Bytes of which the rate of a full connection is taken at least, and the time over which it is smoothed."""
@@ -71,7 +71,7 @@ def _settle(rail: Any, rate: float) -> None:
 @register_jitable
 def _try(rail: Any, nbytes: int, whole: int, now: int) -> None:
     """Measure a rail by a slot that it takes."""
-    rail.watched = 1 if whole <= _SHORT_BYTES else 0
+    rail.watched = 1 if whole <= _SHORT_BYTES or rail.growth > 0 else 0
     if rail.watched != 0 and rail.looked != now:
         _ask(rail, now)
     waiting = rail.queued + (rail.sent - rail.sent_then)
@@ -100,7 +100,7 @@ def _judge(rail: Any, now: int, before: int) -> None:
         rate = measured
     if known or always_full or (rail.growth > 0 and measured > rate):
         rail.measured += arrived
-        _settle(rail, min(max(measured, _LEAST_AT_ONCE * rate), _MOST_AT_ONCE * rate))
+        _settle(rail, min(max(measured, _LEAST_AT_ONCE * _measured_rate(rail)), _MOST_AT_ONCE * rate))
     rail.tried = 0
 
 
