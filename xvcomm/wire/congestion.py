@@ -6,13 +6,15 @@ import contextlib
 import socket
 
 _PACED, _UNPACED = b"bbr", (b"cubic", b"reno")
-"""How the names of those begin that make pauses between packets, and what replaces them, the preferred one first."""
+"""Prefix of the names of those that make pauses between packets; their replacements, the preferred one first."""
 
 
 def _paced(sock: socket.socket) -> bytes:
-    """The congestion control of a socket, if it makes pauses."""
-    name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-    return name if name.startswith(_PACED) else b""
+    """The congestion control of a socket, if the system tells it and it makes pauses."""
+    with contextlib.suppress(OSError):
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+        return name if name.startswith(_PACED) else b""
+    return b""
 
 
 def unpace(sock: socket.socket) -> None:

@@ -33,9 +33,9 @@ just come back. Until then its rate seems to grow about threefold in this time.
 """
 _MOST_GROWTH = 1e12
 """Limit of the growth that is assumed."""
-_MOST_AT_ONCE, _LEAST_AT_ONCE = 2.0, 0.7
-"""Limits of the factor by which one slot changes a rate. It lowers it by less than `_SLOWER`: else one slot that was late for
-some other reason would make a link seem so slow that it took none for a second.
+_MOST_AT_ONCE, _LEAST_AT_ONCE = 2.0, 0.75
+"""Limits of the factor by which one slot changes a rate. Among links that seem equally fast, one slot that is late for some other
+reason does not reach `_SLOWER`: else its link would take no slots for a second.
 """
 _LEAST_NS, _SLOWER = 100_000, 1.5
 """A rail that is slower by less than this time, or this factor, takes what it can."""
@@ -105,15 +105,19 @@ def _judge(rail: Any, now: int, before: int) -> None:
 
 
 @register_jitable
+def watches(rail: Any) -> bool:
+    """Whether it is time for `watch`. The caller holds the rail's lock."""
+    return bool(rail.tried != 0 and rail.watched != 0) and monotonic() - rail.looked >= _WATCH_NS
+
+
+@register_jitable
 def watch(rail: Any) -> None:
     """Ask the kernel whether a slot that measures a rail was delivered, if its end is watched for.
 
-    The next message may come much later, and the rail would seem slow. The caller holds the rail's lock.
+    The next message may come much later, and the rail would seem slow. The caller holds the locks of the rail and the carrier.
     """
-    if rail.tried != 0 and rail.watched != 0:
-        now = monotonic()
-        if now - rail.looked >= _WATCH_NS:
-            _ask(rail, now)
+    if watches(rail):
+        _ask(rail, monotonic())
 
 
 @register_jitable

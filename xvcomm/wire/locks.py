@@ -2,8 +2,8 @@
 
 A thread holds a rail's lock while it carries for that rail, and the carrier's lock while it reads or writes what rails share.
 It releases the carrier's lock while the kernel copies bytes for its rail, so that several threads carry at the same time, each
-for another rail. To find that a rail has nothing to carry, its lock is enough. To take a rail, a wire or an array out of use, a
-thread holds all these locks.
+for another rail. To find that a socket's rail has nothing to carry, its lock is enough. To take a rail, a wire or an array out
+of use, a thread holds all these locks.
 """
 
 from __future__ import annotations

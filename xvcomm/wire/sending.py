@@ -6,7 +6,7 @@ from typing import Any
 
 from xvcomm.jit.atomics import load
 from xvcomm.jit.inline import register_jitable
-from xvcomm.wire.delivery import look, watch
+from xvcomm.wire.delivery import look, watch, watches
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.locks import begin_copy, end_copy, lock, unlock
 from xvcomm.wire.outgoing import choose_frame, seems_due
@@ -83,7 +83,7 @@ def send_frames(carrier: Any, rail: Any, rail_index: int, idle: bool) -> int:
     """
     if rail.out == 0 and not seems_due(carrier, rail, idle):
         rail.blocked = rail.declined = 0
-        if rail.tried != 0 and rail.watched != 0:
+        if watches(rail):
             lock(carrier)
             watch(rail)
             unlock(carrier)
