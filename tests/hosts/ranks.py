@@ -332,7 +332,6 @@ def beginnings(comm):
 
 def rails(comm, wanted):
     """The addresses of the connections between the hosts, this side's first, once there are so many; or after a while."""
-
     end = time.monotonic() + 8
     while True:
         comm.all_reduce(np.zeros(10))
