@@ -15,9 +15,9 @@ from xvcomm.wire.sockets import ask_kernel
 _LOOK_NS = 1_000_000
 """How long what the kernel has told is good, at least; a round trip if that is longer."""
 _SHORT_BYTES, _WATCH_NS = 256 << 10, 50_000
-"""Messages up to this size: there the kernel is asked whether the slot that measures a rail was delivered, every 50 us at most;
-and where a rail is tried again that left slots to others. Otherwise this is seen when the next slot is sent. When the kernel was
-always asked, the rails' shares changed too often: 1 MiB over two equal links took a seventh longer.
+"""In messages up to this size the kernel is asked, every 50 us at most, whether the slot that measures a rail was delivered. So
+it is in all messages for a rail that left slots to others and is tried again. Otherwise this is seen when the next slot is sent.
+When the kernel was always asked, the rails' shares changed too often: 1 MiB over two equal links took a seventh longer.
 """
 _SAMPLE_BYTES, _SMOOTH_NS = 64 << 10, 2e7
 """Bytes of which the rate of a full connection is taken at least, and the time over which it is smoothed."""
