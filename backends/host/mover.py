@@ -73,6 +73,7 @@ class Kind(enum.IntEnum):
 
 MAX_STREAMS = 4
 _LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
+_LEAST_SHARED = 64 << 10  # bytes of a message from which on others carry while its thread copies
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
 
@@ -369,7 +370,7 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
     """See `drive_all`; carries frames between hosts meanwhile, if `carrier` is set."""
     idle = slept = rounds = began = 0
     while True:
-        open_rows, progress, finished = 0, False, False
+        open_rows, progress, finished, copying = 0, False, False, 0
         for i in range(count):
             row = _row_at(rows, i)
             if row.phase == DONE:
@@ -379,13 +380,15 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
                 return (STOPPED if result == _STOPPED else MISMATCH) | (i << 8)
             finished = finished or result == _COMPLETE
             progress = progress or result != _NOTHING
+            if result == _PROGRESS and row.message.nbytes > _LEAST_SHARED:
+                copying = 1
             open_rows += result != _COMPLETE
         if open_rows == 0:
             return READY
         if wake != 0 and (finished or load_acquire(wake) != seen):
             return SOME
         if carrier != 0:
-            progress = call_3(_carrier_at(carrier).progress, carrier, 0, 0) != 0 or progress
+            progress = call_3(_carrier_at(carrier).progress, carrier, 0, copying) != 0 or progress
             rounds += 1
             if rounds % _ROUNDS == 0:
                 now = monotonic()

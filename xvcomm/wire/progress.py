@@ -144,12 +144,13 @@ def _declined(carrier: Any) -> bool:
     return False
 
 
-def _progress(address: int, drivers: int, unused: int) -> int:
+def _progress(address: int, drivers: int, copying: int) -> int:
     """Carry frames, in a thread that waits for a message; whether any moved.
 
     Args:
         address: of the carrier.
         drivers: 1 when the thread begins to wait, if it must; -1 when it ends, so that what is left to send must go; else 0.
+        copying: 1 if the thread has more to copy between arrays and rings: then a further thread carries, if there is one.
     """
     carrier = carrier_at(address)
     if drivers != 0:
@@ -157,6 +158,9 @@ def _progress(address: int, drivers: int, unused: int) -> int:
     carrier.calls += 1
     full_fence()
     if drivers > 0:
+        return 0
+    if copying != 0 and carrier.helper_count > 0:
+        _call_helper(carrier)
         return 0
     moved = _carry(carrier, False, 0, drivers == 0)
     if drivers < 0:
