@@ -73,7 +73,7 @@ class Kind(enum.IntEnum):
 
 MAX_STREAMS = 4
 _LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
-_LEAST_SHARED = 64 << 10  # bytes of a message from which on others carry while its thread copies
+_LEAST_SHARED = 128 << 10  # bytes of a message from which on others carry while its thread copies
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
 

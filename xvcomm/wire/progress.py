@@ -44,9 +44,11 @@ _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
 _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _DECLINED_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 1_000_000, 500_000_000
 """How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
 may be replayed, since a replay does not wake it; while a rail declines a slot, because another one is sooner; else."""
-_MUCH, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 200, 1_000_000_000
-"""Bytes carried for a rail at once for which a further thread is woken; for how many rounds it looks for work before it sleeps,
-and how long it sleeps."""
+_MUCH, _SOME, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 16 << 10, 200, 1_000_000_000
+"""Bytes carried for a rail at once for which a further thread is woken; bytes of a round that keep it awake; for how many rounds
+it looks for work before it sleeps, and how long it sleeps."""
+_AT_ONCE = 3
+"""Rails at which a thread that waits looks by one call, besides the one that moved something last."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
 _REST = 64
@@ -94,34 +96,92 @@ def _call_helper(carrier: Any) -> None:
 
 
 @register_jitable
-def _carry(carrier: Any, idle: bool, thread: int, receives: bool = True) -> bool:
-    """Receive and send on all rails for which no other thread does; whether anything moved.
+def _visit(carrier: Any, index: int, idle: bool, receives: bool) -> int:
+    """Receive and send on a rail, unless another thread does; the number of bytes. `idle`, `receives`: as in `_carry`."""
+    rail = rail_at(load(carrier.rails + 8 * index))
+    if rail.state != UP or _rests(carrier, rail) or not try_rail(rail):
+        return 0
+    up = load_acquire(address_of(rail, "state")) == UP
+    nbytes = _carry_for(carrier, rail, index, idle, receives) if up else 0
+    leave_rail(rail)
+    if nbytes >= _MUCH and carrier.rail_count > 1:
+        _call_helper(carrier)
+    return nbytes
 
-    Each round begins one rail further on, so that all rails come to take slots of short messages, and are measured.
+
+@register_jitable
+def _report(carrier: Any) -> None:
+    """Wake the thread that handles news, if there are any."""
+    if carrier.has_news != 0 and compare_and_swap(address_of(carrier, "has_news"), 1, 0) == 1:
+        raise_event(carrier.news, address_of(carrier, "one"))
+
+
+@register_jitable
+def _carry(carrier: Any, idle: bool, first: int, receives: bool = True) -> int:
+    """Receive and send on all rails for which no other thread does; the number of bytes.
 
     Args:
         idle: whether to send credits that could wait, too.
-        thread: number of a further thread, which begins with the rail of this number in each round; else 0.
+        first: index of the rail to begin with.
         receives: whether to receive from sockets; what comes over RDMA costs no system call, and is always taken.
     """
-    moved, count, first = False, carrier.rail_count, thread
-    if thread == 0:
-        first = carrier.rounds
-        carrier.rounds += 1
+    moved, count = 0, carrier.rail_count
     for n in range(count):
-        i = (first + n) % count
-        rail = rail_at(load(carrier.rails + 8 * i))
-        if rail.state != UP or _rests(carrier, rail) or not try_rail(rail):
-            continue
-        up = load_acquire(address_of(rail, "state")) == UP
-        nbytes = _carry_for(carrier, rail, i, idle, receives) if up else 0
-        leave_rail(rail)
-        moved = moved or nbytes != 0
-        if nbytes >= _MUCH and count > 1:
-            _call_helper(carrier)
-    if carrier.has_news != 0 and compare_and_swap(address_of(carrier, "has_news"), 1, 0) == 1:
-        raise_event(carrier.news, address_of(carrier, "one"))
+        moved += _visit(carrier, (first + n) % count, idle, receives)
+    _report(carrier)
     return moved
+
+
+@register_jitable
+def _next(carrier: Any, step: int = 1) -> int:
+    """The rail with which a round begins: a further one in each, so that all come to take slots of short messages, and are
+    measured.
+
+    Args:
+        step: rails at which the round looks first.
+    """
+    first: int = carrier.rounds
+    carrier.rounds += step
+    return first
+
+
+@register_jitable
+def _latest(carrier: Any) -> int:
+    """The rail that moved something last; -1 if its link has several routes, which must all be measured, or rails of RDMA."""
+    last: int = carrier.last
+    if last >= carrier.rail_count:
+        return -1
+    link = link_at(load(carrier.links + 8 * rail_at(load(carrier.rails + 8 * last)).link))
+    return last if link.routes < 2 and link.rdma_rails == 0 else -1
+
+
+@register_jitable
+def _carry_some(carrier: Any) -> int:
+    """Receive and send on the rail that moved something last and on the next few; the number of bytes.
+
+    A look at an empty socket is a system call. So an answer, which comes over the connection that the request took, is found
+    soon among many connections.
+    """
+    count, last = carrier.rail_count, _latest(carrier)
+    if count <= _AT_ONCE:
+        return _carry(carrier, False, _next(carrier))
+    moved = _visit(carrier, last, False, True) if last >= 0 else 0
+    first = _next(carrier, _AT_ONCE)
+    for n in range(_AT_ONCE):
+        index = (first + n) % count
+        nbytes = _visit(carrier, index, False, True)
+        if nbytes != 0:
+            carrier.last = index
+        moved += nbytes
+    _report(carrier)
+    return moved
+
+
+@register_jitable
+def _send_rest(carrier: Any) -> int:
+    """Send on all rails, beginning with the one that moved something last; the number of bytes."""
+    last = _latest(carrier)
+    return _carry(carrier, False, last if last >= 0 else _next(carrier), False)
 
 
 @register_jitable
@@ -145,7 +205,7 @@ def _declined(carrier: Any) -> bool:
 
 
 def _progress(address: int, drivers: int, copying: int) -> int:
-    """Carry frames, in a thread that waits for a message; whether any moved.
+    """Carry frames, in a thread that waits for a message; the number of bytes.
 
     Args:
         address: of the carrier.
@@ -162,14 +222,14 @@ def _progress(address: int, drivers: int, copying: int) -> int:
     if copying != 0 and carrier.helper_count > 0:
         _call_helper(carrier)
         return 0
-    moved = _carry(carrier, False, 0, drivers == 0)
+    moved = _carry_some(carrier) if drivers == 0 else _send_rest(carrier)
     if drivers < 0:
         full_fence()
         if load_acquire(address_of(carrier, "asleep")) != 0 and (
             _blocked(carrier) or _declined(carrier) or _busy(carrier)
         ):
             raise_event(carrier.wake, address_of(carrier, "one"))
-    return 1 if moved else 0
+    return moved
 
 
 def _wake(address: int, unused: int, unused_too: int) -> int:
@@ -272,7 +332,7 @@ def _run(address: int) -> int:
             store_release(address_of(carrier, "asleep"), 0)
             if load_acquire(address_of(carrier, "drivers")) > 0 and carrier.calls != calls:
                 continue
-        if _carry(carrier, False, 0):
+        if _carry(carrier, False, _next(carrier)) != 0:
             quiet = 0
             continue
         quiet += 1
@@ -282,14 +342,14 @@ def _run(address: int) -> int:
         if quiet < (carrier.spins + _BUSY_YIELDS if busy else _IDLE_YIELDS):
             sched_yield()
             continue
-        if not busy and _carry(carrier, True, 0):
+        if not busy and _carry(carrier, True, _next(carrier)) != 0:
             continue
         store_release(address_of(carrier, "asleep"), 1)
         full_fence()
         # A thread that found a rail's lock taken has counted its call before, and may have left frames to send.
         if (
             carrier.calls == calls
-            and not (_arm(carrier) and _carry(carrier, False, 0))
+            and not (_arm(carrier) and _carry(carrier, False, _next(carrier)) != 0)
             and _sleep(carrier, _patience(carrier, quiet), True)
         ):
             quiet = 0 if _busy(carrier) else quiet
@@ -306,10 +366,12 @@ def _assist(address: int, number: int) -> int:
     carrier = carrier_at(address)
     helper, quiet = helper_at(carrier.helpers, number - 1), _HELPER_YIELDS
     while load_acquire(address_of(carrier, "over")) == 0:
-        if _carry(carrier, False, number):
+        moved = _carry(carrier, False, number)
+        if moved >= _SOME:
             quiet = 0
-            continue
         quiet += 1
+        if moved != 0:
+            continue
         if quiet < _HELPER_YIELDS:
             sched_yield()
             continue

@@ -328,7 +328,8 @@ CARRIER = np.dtype([
     ("lock", "i8"),
     ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
     ("calls", "i8"),  # how often they did
-    ("rounds", "i8"),  # how often they or the carrier's thread have looked at all rails
+    ("rounds", "i8"),  # rail with which the next round of looks begins, as often as there are rails
+    ("last", "i8"),  # rail on which a thread that waits has moved something last
     ("asleep", "i8"),
     ("over", "i8"),
     ("helpers", "i8"),  # address of the records of the further threads, and how many there are
