@@ -15,7 +15,7 @@ from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.engine.session.rings import at_once
 from xvcomm.errors import ArgumentError
 from xvcomm.schedule.steps import Collective, Exchange, GetReduce, Native, Request
-from xvcomm.schedule.tuning import ARRAYS_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_ARRAYS_BYTES, WIRE_PARTS_BYTES, tune
+from xvcomm.schedule.tuning import ARRAYS_BYTES, PAIR_BYTES, PARTS_BYTES, RANKS_BYTES, WIRE_PARTS_BYTES, tune
 from xvcomm.types.topology import Topology
 
 CONFIG = Config(segment_bytes=1 << 20, ring_slots=2, ring_slot_bytes=4096)
@@ -107,7 +107,7 @@ def test_short_arrays_of_gpus_cross_undivided_if_rings_take_them_at_once() -> No
 
 @pytest.mark.parametrize(
     ("islands", "hosts", "least"),
-    [("ab", "xx", PARTS_BYTES), ("aab", "xxy", WIRE_PARTS_BYTES), ("ab", "xy", WIRE_PARTS_BYTES)],
+    [("ab", "xx", PARTS_BYTES), ("aab", "xxy", WIRE_PARTS_BYTES), ("ab", "xy", PAIR_BYTES)],
 )
 def test_large_arrays_in_host_memory_are_added_by_halves(islands: str, hosts: str, least: int) -> None:
     """Between two islands: each adds half of the elements, then they exchange the results. GPUs add everything at once."""
@@ -124,13 +124,13 @@ def test_large_arrays_in_host_memory_are_added_by_halves(islands: str, hosts: st
 
 def test_arrays_of_two_hosts_are_sent_from_where_they_are() -> None:
     """The schedule is messages alone, which compiled code can repeat; short arrays cross whole if rings take them at once."""
-    topology, words = Topology.from_labels("ab", "xy"), WIRE_ARRAYS_BYTES // 4
+    topology, words = Topology.from_labels("ab", "xy"), PAIR_BYTES // 4 - 1
     _, *steps = Planner(topology, 0, Config()).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
     assert steps == [
         f"   0  send    put in[0:{words}] -> rank 1",
         f"   1  recv    get_reduce rank 1 and in[0:{words}] -> out[0:{words}]  after 0",
     ]
-    words = WIRE_PARTS_BYTES // 4
+    words = PAIR_BYTES // 4
     _, *steps = Planner(topology, 0, Config()).plan(Request(Collective.ALL_REDUCE, 4, count=words)).explain()
     assert steps == [
         f"   0  send    put in[{words // 2}:{words}] -> rank 1",
@@ -144,9 +144,9 @@ def test_ranks_whose_rings_differ_agree_on_a_plan() -> None:
     """A message that fills a ring waits for its receiver, so that the smallest ring counts."""
     topology, request = (
         Topology.from_labels("ab", "xy"),
-        Request(Collective.ALL_REDUCE, 4, count=WIRE_ARRAYS_BYTES // 4),
+        Request(Collective.ALL_REDUCE, 4, count=PAIR_BYTES // 8),
     )
-    small = Config(wire_slots=4, wire_slot_bytes=WIRE_ARRAYS_BYTES // 4)
+    small = Config(wire_slots=4, wire_slot_bytes=PAIR_BYTES // 8)
     rings = [RingSizes.of(config) for config in (Config(), small)]
     found = [Planner(topology, r, c, rings=rings).plan(request).exchange for r, c in enumerate((Config(), small))]
     assert found == [Exchange.SUMS] * 2

@@ -44,7 +44,7 @@ _BUSY_YIELDS, _IDLE_YIELDS = 200, 20
 _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _DECLINED_NS, _IDLE_NS = 50_000, 1_000_000, 500_000, 1_000_000, 500_000_000
 """How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
 may be replayed, since a replay does not wake it; while a rail declines a slot, because another one is sooner; else."""
-_MUCH, _SOME, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 16 << 10, 200, 1_000_000_000
+_MUCH, _SOME, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 2 << 10, 200, 1_000_000_000
 """Bytes carried for a rail at once for which a further thread is woken; bytes of a round that keep it awake; for how many rounds
 it looks for work before it sleeps, and how long it sleeps."""
 _AT_ONCE = 3
