@@ -15,7 +15,7 @@ from xvcomm.testing.inside import context
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.opcode import OpCode
 
-PLACES = [("a,b", None, 3), ("a:2,b:1", None, 1), ("a,b,a,b", "x:2,y:2", 2)]
+PLACES = [("a,b", None, 5), ("a:2,b:1", None, 1), ("a,b,a,b", "x:2,y:2", 2)]
 
 
 @pytest.fixture(scope="module", params=PLACES, ids=lambda place: "-".join(map(str, place)))
@@ -61,7 +61,7 @@ def test_long_messages_of_collectives_go_straight_from_the_array():
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
         assert ranks.run(copied, STRAIGHT_BYTES - 1) == [(STRAIGHT_BYTES - 1, 2)] * 2
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
-        assert ranks.run(copied, STRAIGHT_BYTES) == [(0, 2)] * 2
+        assert ranks.run(copied, 2 * STRAIGHT_BYTES) == [(0, 2)] * 2  # each sends a half
 
 
 def send_first(comm, nbytes):

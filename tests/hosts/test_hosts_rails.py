@@ -75,7 +75,7 @@ def work(comm, seconds):
 @pytest.mark.parametrize("tls", ["0", "1"])
 def test_rails_are_lost(tls, seconds):
     """Nothing is lost, doubled or mixed up, whichever rail is lost when."""
-    variables = {"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "3", "XVCOMM_TLS": tls}
+    variables = {"XVCOMM_DEVICE": "host", "XVCOMM_WIRE_THREADS": "5", "XVCOMM_TLS": tls}
     with World(hosts="a,b", env=variables, timeout=seconds + 100) as ranks:
         for operations, lost in ranks.run(work, seconds, timeout=seconds + 100):
             assert operations > 0 and lost > 0

@@ -167,6 +167,7 @@ def _carry_some(carrier: Any) -> int:
         return _carry(carrier, False, _next(carrier))
     moved = _visit(carrier, last, False, True) if last >= 0 else 0
     first = _next(carrier, _AT_ONCE)
+    first += first // count  # so that in time every rail is looked at first
     for n in range(_AT_ONCE):
         index = (first + n) % count
         nbytes = _visit(carrier, index, False, True)
