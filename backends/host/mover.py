@@ -40,8 +40,10 @@ from xvcomm.memory.ring import (
     ABORT,
     CARRIER,
     CONSUMED,
+    COPIES,
     COUNTERS,
     DIRECT,
+    EXPECTS,
     GEOMETRY,
     LEDGER,
     LEDGER_ENTRY,
@@ -73,8 +75,9 @@ class Kind(enum.IntEnum):
 
 MAX_STREAMS = 4
 _LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
-_LEAST_SHARED = 128 << 10  # bytes of a message from which on others carry while its thread copies
+_LEAST_SHARED = 256 << 10  # bytes of a message during whose copies other threads carry
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
+_SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
 _ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
 
 ROW = np.dtype([
@@ -313,6 +316,12 @@ def _ready(rows: int, row: Any) -> int:
 
 
 @register_jitable
+def _copies(row: Any) -> bool:
+    """Whether a thread copies much for a row between hosts; what comes for `GET` is mostly received into its array."""
+    return bool(row.phase == MOVING and row.carrier != 0 and row.kind != _GET and row.message.nbytes >= _LEAST_SHARED)
+
+
+@register_jitable
 def _step(rows: int, row: Any) -> int:
     """Progress an incomplete row, if it may begin; a result of `_advance`."""
     ready = _ready(rows, row) if row.phase == NEW else _PROGRESS
@@ -370,7 +379,7 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
     """See `drive_all`; carries frames between hosts meanwhile, if `carrier` is set."""
     idle = slept = rounds = began = 0
     while True:
-        open_rows, progress, finished, copying = 0, False, False, 0
+        open_rows, progress, finished, copies = 0, False, False, False
         for i in range(count):
             row = _row_at(rows, i)
             if row.phase == DONE:
@@ -380,15 +389,15 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
                 return (STOPPED if result == _STOPPED else MISMATCH) | (i << 8)
             finished = finished or result == _COMPLETE
             progress = progress or result != _NOTHING
-            if result == _PROGRESS and row.message.nbytes > _LEAST_SHARED:
-                copying = 1
+            copies = copies or (result == _PROGRESS and _copies(row))
             open_rows += result != _COMPLETE
         if open_rows == 0:
             return READY
         if wake != 0 and (finished or load_acquire(wake) != seen):
             return SOME
         if carrier != 0:
-            progress = call_3(_carrier_at(carrier).progress, carrier, 0, copying) != 0 or progress
+            haste = COPIES if copies else EXPECTS if idle < _SOON else 0
+            progress = call_3(_carrier_at(carrier).progress, carrier, 0, haste) != 0 or progress
             rounds += 1
             if rounds % _ROUNDS == 0:
                 now = monotonic()

@@ -15,7 +15,7 @@ from xvcomm.testing.inside import context
 from xvcomm.types.dtype import DTYPES
 from xvcomm.types.opcode import OpCode
 
-PLACES = [("a,b", None, 5), ("a:2,b:1", None, 1), ("a,b,a,b", "x:2,y:2", 2)]
+PLACES = [("a,b", None, 3), ("a:2,b:1", None, 5), ("a,b,a,b", "x:2,y:2", 2)]
 
 
 @pytest.fixture(scope="module", params=PLACES, ids=lambda place: "-".join(map(str, place)))

@@ -244,6 +244,9 @@ CARRIER = np.dtype([
 ])  # fmt: skip
 """What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
 
+COPIES, EXPECTS = 1, 2
+"""Why a thread that calls `CARRIER.progress` has little time: it has more to copy; what it waits for is expected soon."""
+
 DIRECT = np.dtype([
     ("message", "i8"),  # number of the message, from 1 on; written last
     ("first", "i8", MAX_LANES),  # consumer: the lane's first slot that goes into the array; earlier ones go into the ring

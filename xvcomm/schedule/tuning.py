@@ -28,12 +28,12 @@ H100 both ways cost the same time at 128 KiB; the number of ranks is an estimate
 ARRAYS_BYTES = 256 << 10
 """Up to this size, sending the whole array instead of a share costs less time than the two native calls that it saves."""
 PARTS_BYTES, WIRE_PARTS_BYTES = 4 << 20, 1 << 20
-"""From this size on, between two islands of one host or of two, ranks in host memory save more by adding half of the elements
+"""From this size on, between two islands of one host or of more, ranks in host memory save more by adding half of the elements
 than the second exchange costs: a tenth to a third."""
 PAIR_BYTES = 128 << 10
-"""Two ranks in host memory of two hosts send each other shorter arrays from where they are, where rings take them at once: 96 KiB
-took 47 µs, and 82 by a copy in scratch memory and Python. From this size on each adds half of the elements, also without a copy:
-128 KiB took 57 µs instead of 84, 256 KiB 97 instead of 120. Far hosts lose by the second exchange."""
+"""The same of two ranks of two hosts. They send each other shorter arrays from where they are, if rings take them at once. Both
+spare a copy in scratch memory, and Python: 96 KiB took 47 µs instead of 82, 128 KiB 57 instead of 84, 256 KiB 97 instead of 120.
+An average, which Python scales, takes the same time either way; far hosts lose by the second exchange."""
 
 
 def tune(

@@ -71,8 +71,8 @@ class PostedRail:
 class Carrier:
     """Carries frames between rings and sockets until it is closed.
 
-    One thread serves all rails, and threads that wait for messages help it. If a rail has much to carry, further threads serve
-    other rails meanwhile.
+    One thread serves all rails, and threads that wait for messages help it. If a rail has much to carry, or such a thread copies
+    much, further threads serve rails meanwhile.
 
     Attributes:
         address: of the record that movers call `progress` with.

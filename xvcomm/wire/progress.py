@@ -2,7 +2,7 @@
 
 A thread that waits calls `progress` instead of only looking: so a message needs no switch between threads. The carrier's first
 thread carries when no thread waits. It sleeps in one system call when nothing moves and no operation is under way. The others
-sleep until a rail has carried much at once, and then serve the rails for which no other thread carries.
+sleep until a rail has carried much at once, or a thread copies much. Then they serve the rails for which no other thread carries.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from xvcomm.jit.atomics import (
 from xvcomm.jit.compile import compiling, kernel, native
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
+from xvcomm.memory.ring import COPIES, EXPECTS
 from xvcomm.wire.changes import lose_rail
 from xvcomm.wire.counters import finished
 from xvcomm.wire.locks import enter_rail, leave_rail, lock, try_rail, unlock
@@ -45,14 +46,14 @@ _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _DECLINED_NS, _IDLE_NS = 50_000, 1_000_000, 
 """How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
 may be replayed, since a replay does not wake it; while a rail declines a slot, because another one is sooner; else."""
 _MUCH, _SOME, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 2 << 10, 200, 1_000_000_000
-"""Bytes carried for a rail at once for which a further thread is woken; bytes of a round that keep it awake; for how many rounds
-it looks for work before it sleeps, and how long it sleeps."""
+"""Bytes carried for a rail at once for which a further thread is woken, too; bytes of a round that keep it awake; for how many
+rounds it looks for work before it sleeps, and how long it sleeps."""
 _AT_ONCE = 3
 """Rails at which a thread that waits looks by one call, besides the one that moved something last."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
 _REST = 64
-"""A socket beside rails of RDMA is looked at once in so many rounds, since it has little to carry."""
+"""A socket beside rails of RDMA is looked at every so many times, since it has little to carry."""
 
 
 @register_jitable
@@ -133,26 +134,23 @@ def _carry(carrier: Any, idle: bool, first: int, receives: bool = True) -> int:
 
 
 @register_jitable
-def _next(carrier: Any, step: int = 1) -> int:
+def _next(carrier: Any) -> int:
     """The rail with which a round begins: a further one in each, so that all come to take slots of short messages, and are
     measured.
-
-    Args:
-        step: rails at which the round looks first.
     """
     first: int = carrier.rounds
-    carrier.rounds += step
+    carrier.rounds += 1
     return first
 
 
 @register_jitable
-def _latest(carrier: Any) -> int:
-    """The rail that moved something last; -1 if its link has several routes, which must all be measured, or rails of RDMA."""
-    last: int = carrier.last
-    if last >= carrier.rail_count:
-        return -1
-    link = link_at(load(carrier.links + 8 * rail_at(load(carrier.rails + 8 * last)).link))
-    return last if link.routes < 2 and link.rdma_rails == 0 else -1
+def _alike(carrier: Any) -> bool:
+    """Whether all rails of each link are alike: sockets of one route, of which none must be measured."""
+    for i in range(carrier.link_count):
+        link = link_at(load(carrier.links + 8 * i))
+        if link.routes > 1 or link.rdma_rails > 0:
+            return False
+    return True
 
 
 @register_jitable
@@ -162,27 +160,41 @@ def _carry_some(carrier: Any) -> int:
     A look at an empty socket is a system call. So an answer, which comes over the connection that the request took, is found
     soon among many connections.
     """
-    count, last = carrier.rail_count, _latest(carrier)
-    if count <= _AT_ONCE:
-        return _carry(carrier, False, _next(carrier))
-    moved = _visit(carrier, last, False, True) if last >= 0 else 0
-    first = _next(carrier, _AT_ONCE)
-    first += first // count  # so that in time every rail is looked at first
-    for n in range(_AT_ONCE):
+    count, last, looks, n = carrier.rail_count, carrier.last, 0, 0
+    moved = _visit(carrier, last, False, True) if last < count else 0
+    first = carrier.rounds
+    while looks < _AT_ONCE and n < count:
         index = (first + n) % count
+        n += 1
+        if index == last or rail_at(load(carrier.rails + 8 * index)).state != UP:
+            continue
+        looks += 1
         nbytes = _visit(carrier, index, False, True)
         if nbytes != 0:
             carrier.last = index
         moved += nbytes
+    carrier.rounds = first + n
     _report(carrier)
     return moved
 
 
 @register_jitable
 def _send_rest(carrier: Any) -> int:
-    """Send on all rails, beginning with the one that moved something last; the number of bytes."""
-    last = _latest(carrier)
-    return _carry(carrier, False, last if last >= 0 else _next(carrier), False)
+    """Send on all rails; the number of bytes. Among many that are alike, the one that moved something last has the first turn."""
+    few = carrier.rail_count <= _AT_ONCE or not _alike(carrier)
+    return _carry(carrier, False, _next(carrier) if few else carrier.last, False)
+
+
+@register_jitable
+def _is_helped(carrier: Any) -> bool:
+    """Whether a further thread is awake, so that the caller need not carry; if all sleep, one is woken."""
+    if not _alike(carrier):
+        return False
+    for i in range(carrier.helper_count):
+        if load_acquire(address_of(helper_at(carrier.helpers, i), "resting")) == 0:
+            return True
+    _call_helper(carrier)
+    return False
 
 
 @register_jitable
@@ -205,25 +217,30 @@ def _declined(carrier: Any) -> bool:
     return False
 
 
-def _progress(address: int, drivers: int, copying: int) -> int:
+def _progress(address: int, drivers: int, haste: int) -> int:
     """Carry frames, in a thread that waits for a message; the number of bytes.
 
     Args:
         address: of the carrier.
         drivers: 1 when the thread begins to wait, if it must; -1 when it ends, so that what is left to send must go; else 0.
-        copying: 1 if the thread has more to copy between arrays and rings: then a further thread carries, if there is one.
+        haste: COPIES if the thread has more to copy between its array and a ring, so that a further thread carries, if one is
+            awake; EXPECTS if it has waited for a short time, and looks at a few of many sockets; else 0.
     """
     carrier = carrier_at(address)
     if drivers != 0:
         fetch_add(address_of(carrier, "drivers"), drivers)
+    elif haste == COPIES and _is_helped(carrier):
+        return 0
     carrier.calls += 1
     full_fence()
     if drivers > 0:
         return 0
-    if copying != 0 and carrier.helper_count > 0:
-        _call_helper(carrier)
-        return 0
-    moved = _carry_some(carrier) if drivers == 0 else _send_rest(carrier)
+    if drivers < 0:
+        moved = _send_rest(carrier)
+    elif haste == EXPECTS and carrier.rail_count > _AT_ONCE and _alike(carrier):
+        moved = _carry_some(carrier)
+    else:
+        moved = _carry(carrier, False, _next(carrier))
     if drivers < 0:
         full_fence()
         if load_acquire(address_of(carrier, "asleep")) != 0 and (
@@ -379,7 +396,10 @@ def _assist(address: int, number: int) -> int:
         polled = helper.polled
         polled.fd, polled.events = helper.wake, POLLIN
         store_release(address_of(helper, "resting"), 1)
-        if wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS) > 0:
+        full_fence()
+        # A thread that found a rail's lock taken by this one may have left frames to send.
+        moved = _carry(carrier, False, number)
+        if moved == 0 and wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS) > 0:
             take_event(helper.wake, address_of(helper, "word"))
             quiet = 0
         store_release(address_of(helper, "resting"), 0)

@@ -94,7 +94,7 @@ RAIL = np.dtype([
     ("copying", "i8"),  # whether the kernel or the device copies for the rail, and the thread does not hold the carrier's lock
     ("fd", "i8"),  # the socket; of RDMA the completion channel
     ("rdma", "i8"),  # address of an RDMA record; 0: a socket
-    ("rested", "i8"),  # rounds in which it was left out, since rails of RDMA carry what this one could
+    ("rested", "i8"),  # looks at which it was left out, since rails of RDMA carry what this one could
     ("tls", "i8"),  # address of a TLS record; 0: without
     ("channel", "i8"),  # address of OpenSSL's object, and of a buffer for one record
     ("staged", "i8"),
@@ -328,8 +328,8 @@ CARRIER = np.dtype([
     ("lock", "i8"),
     ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
     ("calls", "i8"),  # how often they did
-    ("rounds", "i8"),  # rail with which the next round of looks begins, as often as there are rails
-    ("last", "i8"),  # rail on which a thread that waits has moved something last
+    ("rounds", "i8"),  # rail with which the next round of looks begins, modulo their number
+    ("last", "i8"),  # rail on which a thread that looks at a few of many has moved something last
     ("asleep", "i8"),
     ("over", "i8"),
     ("helpers", "i8"),  # address of the records of the further threads, and how many there are
