@@ -50,6 +50,9 @@ _MUCH, _SOME, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 2 << 10, 200, 1_000_000_00
 rounds it looks for work before it sleeps, and how long it sleeps."""
 _AT_ONCE = 3
 """Rails at which a thread that waits looks by one call, besides the one that moved something last."""
+_LITTLE = 16 << 10
+"""Least bytes of which the next ones should go over another rail: while the one side still reads from a connection, the other one
+sends over it more slowly."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
 _REST = 64
@@ -154,14 +157,23 @@ def _alike(carrier: Any) -> bool:
 
 
 @register_jitable
-def _carry_some(carrier: Any) -> int:
-    """Receive and send on the rail that moved something last and on the next few; the number of bytes.
+def _remember(carrier: Any, index: int, nbytes: int) -> None:
+    """Note which rail has moved so many bytes; none if that is much."""
+    if nbytes != 0:
+        carrier.last = index if nbytes < _LITTLE else -1
 
-    A look at an empty socket is a system call. So an answer, which comes over the connection that the request took, is found
-    soon among many connections.
+
+@register_jitable
+def _carry_some(carrier: Any) -> int:
+    """Receive and send on the rail that moved a little last, and on the next few; the number of bytes.
+
+    A look at an empty socket is a system call. So a short answer, which comes over the connection that the request took, is
+    found soon among many connections.
     """
-    count, last, looks, n = carrier.rail_count, carrier.last, 0, 0
-    moved = _visit(carrier, last, False, True) if last < count else 0
+    count, last, looks, n, moved = carrier.rail_count, carrier.last, 0, 0, 0
+    if 0 <= last < count:
+        moved = _visit(carrier, last, False, True)
+        _remember(carrier, last, moved)
     first = carrier.rounds
     while looks < _AT_ONCE and n < count:
         index = (first + n) % count
@@ -170,8 +182,7 @@ def _carry_some(carrier: Any) -> int:
             continue
         looks += 1
         nbytes = _visit(carrier, index, False, True)
-        if nbytes != 0:
-            carrier.last = index
+        _remember(carrier, index, nbytes)
         moved += nbytes
     carrier.rounds = first + n
     _report(carrier)
@@ -180,9 +191,13 @@ def _carry_some(carrier: Any) -> int:
 
 @register_jitable
 def _send_rest(carrier: Any) -> int:
-    """Send on all rails; the number of bytes. Among many that are alike, the one that moved something last has the first turn."""
-    few = carrier.rail_count <= _AT_ONCE or not _alike(carrier)
-    return _carry(carrier, False, _next(carrier) if few else carrier.last, False)
+    """Send on all rails; the number of bytes. Among many that are alike, the one that moved a little last has the first turn."""
+    last = carrier.last
+    if last < 0 or carrier.rail_count <= _AT_ONCE or not _alike(carrier):
+        return _carry(carrier, False, _next(carrier), False)
+    moved = _carry(carrier, False, last, False)
+    _remember(carrier, last, moved)
+    return moved
 
 
 @register_jitable

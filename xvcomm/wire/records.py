@@ -329,7 +329,7 @@ CARRIER = np.dtype([
     ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
     ("calls", "i8"),  # how often they did
     ("rounds", "i8"),  # rail with which the next round of looks begins, modulo their number
-    ("last", "i8"),  # rail on which a thread that looks at a few of many has moved something last
+    ("last", "i8"),  # rail on which a thread that looks at a few of many has moved a little last; -1: that was much
     ("asleep", "i8"),
     ("over", "i8"),
     ("helpers", "i8"),  # address of the records of the further threads, and how many there are
