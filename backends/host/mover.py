@@ -317,7 +317,7 @@ def _ready(rows: int, row: Any) -> int:
 
 @register_jitable
 def _copies(row: Any) -> bool:
-    """Whether a thread copies much for a row between hosts; what comes for `GET` is mostly received into its array."""
+    """Whether a thread copies much for a row between hosts. For `GET` it does not: most is received into the array."""
     return bool(row.phase == MOVING and row.carrier != 0 and row.kind != _GET and row.message.nbytes >= _LEAST_SHARED)
 
 

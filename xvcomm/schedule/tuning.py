@@ -31,9 +31,9 @@ PARTS_BYTES, WIRE_PARTS_BYTES = 4 << 20, 1 << 20
 """From this size on, between two islands of one host or of more, ranks in host memory save more by adding half of the elements
 than the second exchange costs: a tenth to a third."""
 PAIR_BYTES = 128 << 10
-"""The same of two ranks of two hosts. They send each other shorter arrays from where they are, if rings take them at once. Both
-spare a copy in scratch memory, and Python: 96 KiB took 47 µs instead of 82, 128 KiB 57 instead of 84, 256 KiB 97 instead of 120.
-An average, which Python scales, takes the same time either way; far hosts lose by the second exchange."""
+"""The same between two ranks of two hosts. Below this size each sends its whole array, if rings take it at once. Neither way
+needs a copy in scratch memory, or Python: 96 KiB took 47 µs instead of 82, 128 KiB 57 instead of 84, 256 KiB 97 instead of 120.
+An average, which Python scales, takes as long as before; far hosts lose by the second exchange."""
 
 
 def tune(

@@ -3,6 +3,9 @@
 A thread that waits calls `progress` instead of only looking: so a message needs no switch between threads. The carrier's first
 thread carries when no thread waits. It sleeps in one system call when nothing moves and no operation is under way. The others
 sleep until a rail has carried much at once, or a thread copies much. Then they serve the rails for which no other thread carries.
+
+Where all rails are alike (TCP, and between each two processes one pair of addresses), a thread leaves carrying to others while it
+copies, and looks at a few of many connections while it expects something soon.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from xvcomm.wire.locks import enter_rail, leave_rail, lock, try_rail, unlock
 from xvcomm.wire.posting import post_frames, take_frames
 from xvcomm.wire.receiving import receive_frames
 from xvcomm.wire.records import (
+    AWAKE,
+    CALLED,
+    RESTS,
     UNTOLD,
     UP,
     carrier_at,
@@ -46,17 +52,17 @@ _MEMORY_NS, _DRIVEN_NS, _REPLAY_NS, _DECLINED_NS, _IDLE_NS = 50_000, 1_000_000, 
 """How long the thread sleeps while operations are under way, since movers do not wake it; while other threads drive; while graphs
 may be replayed, since a replay does not wake it; while a rail declines a slot, because another one is sooner; else."""
 _MUCH, _SOME, _HELPER_YIELDS, _HELPER_NS = 128 << 10, 2 << 10, 200, 1_000_000_000
-"""Bytes carried for a rail at once for which a further thread is woken, too; bytes of a round that keep it awake; for how many
-rounds it looks for work before it sleeps, and how long it sleeps."""
+"""Bytes carried for a rail at once for which a further thread is woken; bytes of a round that keep it awake; for how many rounds
+it looks for work before it sleeps, and how long it sleeps. A thread that copies much wakes one, too."""
 _AT_ONCE = 3
-"""Rails at which a thread that waits looks by one call, besides the one that moved something last."""
+"""Rails at which a thread that waits looks by one call, besides the one that moved a little last."""
 _LITTLE = 16 << 10
-"""Least bytes of which the next ones should go over another rail: while the one side still reads from a connection, the other one
-sends over it more slowly."""
+"""A rail that has moved fewer bytes than this by one look has the next turn, too. After more, another rail has it: a connection
+sends more slowly while the other side still reads from it."""
 _RECENT = 500
 """Rounds without work after which a graph is not expected at once."""
 _REST = 64
-"""A socket beside rails of RDMA is looked at every so many times, since it has little to carry."""
+"""Of so many looks at a socket beside rails of RDMA one is made, since it has little to carry."""
 
 
 @register_jitable
@@ -94,7 +100,7 @@ def _call_helper(carrier: Any) -> None:
     for i in range(carrier.helper_count):
         helper = helper_at(carrier.helpers, i)
         resting = address_of(helper, "resting")
-        if load_acquire(resting) != 0 and compare_and_swap(resting, 1, 0) == 1:
+        if load_acquire(resting) == RESTS and compare_and_swap(resting, RESTS, CALLED) == RESTS:
             raise_event(helper.wake, address_of(carrier, "one"))
             return
 
@@ -157,13 +163,6 @@ def _alike(carrier: Any) -> bool:
 
 
 @register_jitable
-def _remember(carrier: Any, index: int, nbytes: int) -> None:
-    """Note which rail has moved so many bytes; none if that is much."""
-    if nbytes != 0:
-        carrier.last = index if nbytes < _LITTLE else -1
-
-
-@register_jitable
 def _carry_some(carrier: Any) -> int:
     """Receive and send on the rail that moved a little last, and on the next few; the number of bytes.
 
@@ -171,10 +170,12 @@ def _carry_some(carrier: Any) -> int:
     found soon among many connections.
     """
     count, last, looks, n, moved = carrier.rail_count, carrier.last, 0, 0, 0
+    first = carrier.rounds
+    carrier.rounds = first + _AT_ONCE
     if 0 <= last < count:
         moved = _visit(carrier, last, False, True)
-        _remember(carrier, last, moved)
-    first = carrier.rounds
+        if moved >= _LITTLE:
+            carrier.last = -1
     while looks < _AT_ONCE and n < count:
         index = (first + n) % count
         n += 1
@@ -182,9 +183,11 @@ def _carry_some(carrier: Any) -> int:
             continue
         looks += 1
         nbytes = _visit(carrier, index, False, True)
-        _remember(carrier, index, nbytes)
+        if nbytes != 0:
+            carrier.last = index if nbytes < _LITTLE else -1
         moved += nbytes
-    carrier.rounds = first + n
+    if n != _AT_ONCE:
+        carrier.rounds = first + n
     _report(carrier)
     return moved
 
@@ -196,19 +199,24 @@ def _send_rest(carrier: Any) -> int:
     if last < 0 or carrier.rail_count <= _AT_ONCE or not _alike(carrier):
         return _carry(carrier, False, _next(carrier), False)
     moved = _carry(carrier, False, last, False)
-    _remember(carrier, last, moved)
+    if moved >= _LITTLE:
+        carrier.last = -1
     return moved
 
 
 @register_jitable
 def _is_helped(carrier: Any) -> bool:
-    """Whether a further thread is awake, so that the caller need not carry; if all sleep, one is woken."""
+    """Whether a further thread is awake and all rails are alike, so that the caller need not carry; wakes one if all sleep."""
+    called = False
     if not _alike(carrier):
         return False
     for i in range(carrier.helper_count):
-        if load_acquire(address_of(helper_at(carrier.helpers, i), "resting")) == 0:
+        state = load_acquire(address_of(helper_at(carrier.helpers, i), "resting"))
+        if state == AWAKE:
             return True
-    _call_helper(carrier)
+        called = called or state == CALLED
+    if not called:
+        _call_helper(carrier)
     return False
 
 
@@ -232,14 +240,22 @@ def _declined(carrier: Any) -> bool:
     return False
 
 
+@register_jitable
+def _hand_on(carrier: Any) -> None:
+    """Wake the first thread if it sleeps and something is left that the caller looks after no more."""
+    full_fence()
+    if load_acquire(address_of(carrier, "asleep")) != 0 and (_blocked(carrier) or _declined(carrier) or _busy(carrier)):
+        raise_event(carrier.wake, address_of(carrier, "one"))
+
+
 def _progress(address: int, drivers: int, haste: int) -> int:
     """Carry frames, in a thread that waits for a message; the number of bytes.
 
     Args:
         address: of the carrier.
         drivers: 1 when the thread begins to wait, if it must; -1 when it ends, so that what is left to send must go; else 0.
-        haste: COPIES if the thread has more to copy between its array and a ring, so that a further thread carries, if one is
-            awake; EXPECTS if it has waited for a short time, and looks at a few of many sockets; else 0.
+        haste: COPIES if the thread has more to copy between its array and a ring: then a further thread that is awake carries;
+            EXPECTS if it has waited for a short time: then it looks at a few of many connections; else 0. See the module.
     """
     carrier = carrier_at(address)
     if drivers != 0:
@@ -257,11 +273,7 @@ def _progress(address: int, drivers: int, haste: int) -> int:
     else:
         moved = _carry(carrier, False, _next(carrier))
     if drivers < 0:
-        full_fence()
-        if load_acquire(address_of(carrier, "asleep")) != 0 and (
-            _blocked(carrier) or _declined(carrier) or _busy(carrier)
-        ):
-            raise_event(carrier.wake, address_of(carrier, "one"))
+        _hand_on(carrier)
     return moved
 
 
@@ -410,14 +422,18 @@ def _assist(address: int, number: int) -> int:
             continue
         polled = helper.polled
         polled.fd, polled.events = helper.wake, POLLIN
-        store_release(address_of(helper, "resting"), 1)
+        store_release(address_of(helper, "resting"), RESTS)
         full_fence()
         # A thread that found a rail's lock taken by this one may have left frames to send.
         moved = _carry(carrier, False, number)
-        if moved == 0 and wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS) > 0:
-            take_event(helper.wake, address_of(helper, "word"))
+        if moved == 0:
+            _hand_on(carrier)
+            if wait(address_of(helper, "polled"), 1, address_of(helper, "pause"), _HELPER_NS) > 0:
+                take_event(helper.wake, address_of(helper, "word"))
+                quiet = 0
+        elif moved >= _SOME:
             quiet = 0
-        store_release(address_of(helper, "resting"), 0)
+        store_release(address_of(helper, "resting"), AWAKE)
     return 0
 
 

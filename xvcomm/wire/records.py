@@ -314,8 +314,11 @@ REGION = np.dtype([
 ])  # fmt: skip
 """An array that RDMA devices may read and write."""
 
+AWAKE, RESTS, CALLED = 0, 1, 2
+"""States of a further thread: it looks for work; it sleeps until `wake` is raised; that was done, and it does not run yet."""
+
 HELPER = np.dtype([
-    ("resting", "i8"),  # whether it sleeps until `wake` is raised
+    ("resting", "i8"),  # one of these
     ("wake", "i8"),  # eventfd
     ("polled", POLLED),
     ("pause", "i8", 2),  # struct timespec
@@ -328,8 +331,8 @@ CARRIER = np.dtype([
     ("lock", "i8"),
     ("drivers", "i8"),  # threads that wait for a message and call `progress` meanwhile
     ("calls", "i8"),  # how often they did
-    ("rounds", "i8"),  # rail with which the next round of looks begins, modulo their number
-    ("last", "i8"),  # rail on which a thread that looks at a few of many has moved a little last; -1: that was much
+    ("rounds", "i8"),  # rail with which the next round of looks begins, modulo the number of rails
+    ("last", "i8"),  # of many rails: which has moved a little last; -1: that was much
     ("asleep", "i8"),
     ("over", "i8"),
     ("helpers", "i8"),  # address of the records of the further threads, and how many there are
