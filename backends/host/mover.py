@@ -50,6 +50,7 @@ from xvcomm.memory.ring import (
     LINE,
     MAX_LANES,
     MESSAGE,
+    TRIED_BYTES,
     Reason,
     chunk_bytes,
     goes_straight,
@@ -75,6 +76,9 @@ class Kind(enum.IntEnum):
 
 MAX_STREAMS = 4
 _LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
+_PATIENCE_NS, _NS_PER_BYTE, _MOST_MISSED = 200_000, 1, 10
+"""How long a message that fits the ring waits for its receiver before it is copied: so long, and so much for each byte. If nobody
+receives messages in this time, more and more of the next ones are copied at once, up to two to that power."""
 _LEAST_SHARED = 256 << 10  # bytes of a message during whose copies other threads carry
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
@@ -100,6 +104,7 @@ ROW = np.dtype([
     ("lane", "i8"),  # index of the stream in its batch
     ("gates", "i8", MAX_STREAMS),  # per stream of the batch: number of first rows of which those on it must be complete before
     ("starts", "i8", MAX_LANES),  # each lane's counter at the beginning
+    ("until", "i8"),  # when a message that goes from its array is copied to the ring; 0: never
 ])  # fmt: skip
 
 NEW, POSTED, MOVING, STRAIGHT, CARRIED, DONE = 0, 1, 2, 3, 4, 5
@@ -150,6 +155,30 @@ def _awaited(row: Any) -> bool:
 
 
 @register_jitable
+def _tries(row: Any) -> bool:
+    """Whether to see if a message is received soon, so that it goes from its array."""
+    direct = _direct_at(row.direct)
+    if direct.tries == 0:
+        return False
+    if direct.rests > 0:
+        direct.rests -= 1
+        return False
+    row.until = monotonic() + _PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes
+    return True
+
+
+@register_jitable
+def _keep(row: Any) -> bool:
+    """Let the ring have a message that nobody has received from its array in time, so that its sender need not wait."""
+    direct = _direct_at(row.direct)
+    if call_3(_carrier_at(row.carrier).keep, row.carrier, row.direct, 0) == 0:
+        return False
+    direct.missed = min(direct.missed + 1, _MOST_MISSED)
+    direct.rests, row.until = 1 << direct.missed, 0
+    return True
+
+
+@register_jitable
 def _offer(row: Any, producer: bool) -> int:
     """Offer of this end's array in its description: to the other end, see `rendezvous`, or to the carrier."""
     nbytes, ring = row.message.nbytes, row.geometry
@@ -158,11 +187,18 @@ def _offer(row: Any, producer: bool) -> int:
         if producer:
             # Also if its receiver waits already for what RDMA devices may carry from array to array.
             straight = _goes_straight(row.message.op, nbytes, capacity) or (nbytes >= _LEAST_CARRIED and _awaited(row))
-            return row.data if straight else 0
+            return row.data if straight or (nbytes >= TRIED_BYTES and _tries(row)) else 0
         return row.data if nbytes >= _LEAST_CARRIED and row.kind != _GET_REDUCE else 0
     if producer:
         return propose(row.state, row.data, nbytes, _entry(row, False), row.sequence, capacity)
     return rendezvous.offer(row.state, row.data, nbytes) if row.kind == _GET else 0
+
+
+@register_jitable
+def _note_starts(row: Any, producer: bool) -> None:
+    """Read the state of each lane: of a producer before the carrier sends any slot of what goes from the array."""
+    for lane in range(row.geometry.lanes):
+        row.starts[lane] = load(row.ring + COUNTERS + (2 * lane + (0 if producer else 1)) * LINE)
 
 
 @register_jitable
@@ -174,9 +210,11 @@ def _begin(row: Any, producer: bool) -> int:
             return _STOPPED
         if row.sequence - load_acquire(base + CONSUMED) >= LEDGER:
             return _NOTHING
+        row.until = 0
         offer = _offer(row, producer)
         if offer == _NOT_YET:
             return _NOTHING
+        _note_starts(row, producer)
         _post(row, producer, offer)
         row.phase = POSTED
     offered = _entry(row, producer).offer != 0
@@ -191,8 +229,8 @@ def _begin(row: Any, producer: bool) -> int:
     if offered and _entry(row, not producer).offer != 0:
         row.phase = STRAIGHT
         return _PROGRESS
-    for lane in range(row.geometry.lanes):
-        row.starts[lane] = load(base + COUNTERS + (2 * lane + (0 if producer else 1)) * LINE)
+    if not producer:
+        _note_starts(row, producer)
     row.phase = MOVING
     return _PROGRESS
 
@@ -269,6 +307,20 @@ def _move_straight(row: Any, producer: bool) -> int:
 
 
 @register_jitable
+def _await_receiver(row: Any) -> int:
+    """Look whether a message that goes from its array was received."""
+    if load_acquire(row.ring + CONSUMED) > row.sequence:
+        if row.until != 0:
+            direct = _direct_at(row.direct)
+            direct.missed = max(0, direct.missed - 1)
+        return _COMPLETE
+    if row.until != 0 and monotonic() > row.until and _keep(row):
+        row.phase = MOVING
+        return _PROGRESS
+    return _NOTHING
+
+
+@register_jitable
 def _advance(row: Any) -> int:
     """Progress one row by at most one slot per lane, or one chunk."""
     producer, abort = row.kind == _PUT, row.ring + ABORT
@@ -282,7 +334,7 @@ def _advance(row: Any) -> int:
             return begun
     aborted = load_acquire(abort) != 0
     if row.phase == CARRIED:
-        result = _COMPLETE if load_acquire(row.ring + CONSUMED) > row.sequence else _NOTHING
+        result = _await_receiver(row)
     elif row.phase == STRAIGHT:
         result = _move_straight(row, producer)
     else:

@@ -61,6 +61,10 @@ _PIECES = 4
 """Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
 
 
+TRIED_BYTES = 512 << 10
+"""From this size on copying a message costs more than the wait for a receiver that is there, see `goes_straight`."""
+
+
 class Reason(enum.IntEnum):
     """Low byte of an abort word; above it lie the rank concerned, in 24 bits, and who found out, where that matters."""
 
@@ -187,7 +191,8 @@ def part_bytes(nbytes: int, used: int) -> int:
 
 def goes_straight(op: int, nbytes: int, capacity: int) -> bool:
     """Whether a message between hosts goes from the sender's array, and the sender waits until it was read. One that is not of a
-    collective does not wait if it fits the ring, as its receiver may be sending, too. Movers and the wire compile this function.
+    collective does not wait long if it fits the ring, as its receiver may be sending, too: from TRIED_BYTES on it goes so, and
+    into the ring if it was not read soon. Movers and the wire compile this function.
     """
     return nbytes >= (capacity if op == _SEND else min(capacity, STRAIGHT_BYTES))
 
@@ -241,6 +246,7 @@ CARRIER = np.dtype([
     ("progress", "i8"),  # function that carries frames while a mover waits
     ("wake", "i8"),  # function that lets the carrier's thread look at the rings, for movers that do not carry
     ("registered", "i8"),  # function that says whether RDMA devices may use an array, by its address and bytes
+    ("keep", "i8"),  # function that copies a message which goes from its array to the ring, by the ring's DIRECT record
 ])  # fmt: skip
 """What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
 
@@ -250,6 +256,9 @@ COPIES, EXPECTS = 1, 2
 DIRECT = np.dtype([
     ("message", "i8"),  # number of the message, from 1 on; written last
     ("first", "i8", MAX_LANES),  # consumer: the lane's first slot that goes into the array; earlier ones go into the ring
+    ("tries", "i8"),  # producer: whether messages may go from the sender's array until it is seen that nobody reads them
+    ("missed", "i8"),  # how many times more that was seen than not; how many messages go through the ring until the next try
+    ("rests", "i8"),
 ])  # fmt: skip
 """What the carrier says of the newest message that it receives into the consumer's array; to the producer of the newest one for
 whose slots the consumer has advertised a registered array."""

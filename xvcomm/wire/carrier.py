@@ -16,7 +16,18 @@ from xvcomm.errors import ResourceError
 from xvcomm.system.threads import Daemon
 from xvcomm.trace.format import Question
 from xvcomm.wire import records
-from xvcomm.wire.changes import choose, land, lose, put, report, retire, take, use, withdraw
+from xvcomm.wire.changes import (
+    choose,
+    keep_address,
+    land,
+    lose,
+    put,
+    report,
+    retire,
+    take,
+    use,
+    withdraw,
+)
 from xvcomm.wire.posting import drain, greet, greeted
 from xvcomm.wire.progress import assist, progress_address, run, wake_address
 from xvcomm.wire.records import OF_LINK, PLACES, SINK_BYTES, Link, Rail, Rdma
@@ -103,7 +114,8 @@ class Carrier:
         self._regions = np.zeros(records.REGIONS, records.REGION)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
-            movers=(progress_address, wake_address, registered_address), wake=self._wake, news=self.news, spins=spins,
+            movers=(progress_address, wake_address, registered_address, keep_address),
+            wake=self._wake, news=self.news, spins=spins,
             sink=self._sink.ctypes.data, poll=self._poll.ctypes.data, helpers=self._helpers.ctypes.data,
             helper_count=len(self._helpers), answers=self._answers.ctypes.data, failures=self._failures.ctypes.data, one=1,
             regions=self._regions.ctypes.data, **tables,

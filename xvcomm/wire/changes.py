@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from xvcomm.jit.atomics import copy_bytes, load, store, store_release
-from xvcomm.jit.compile import compiling, kernel
+from xvcomm.jit.atomics import copy_bytes, load, load_acquire, store, store_release
+from xvcomm.jit.compile import compiling, kernel, native
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.types.route import MAX_RAILS
-from xvcomm.wire.counters import any_flies, entry_of, finished
+from xvcomm.wire.counters import any_flies, entry_of, finished, tail_of
 from xvcomm.wire.frames import HEADER
 from xvcomm.wire.locks import lock, lock_all, unlock, unlock_all
 from xvcomm.wire.posting import land_all
@@ -29,12 +29,15 @@ from xvcomm.wire.records import (
     UNTOLD,
     UNUSED,
     UP,
+    Wire,
     carrier_at,
+    frame_at,
     link_at,
     rail_at,
     wire_at,
 )
 
+_DIRECT: int = Wire.direct.offset
 FULL, FULL_LINK = -1, -2
 """Results of `attach` where a process, or two of them with each other, have no room for one more ring."""
 
@@ -233,6 +236,39 @@ def _withdraw(address: int, record: int) -> int:
     return array
 
 
+def _keep(address: int, direct: int, unused: int) -> int:
+    """Copy what was sent of the message that goes from its producer's array, and may have to be sent again, to the ring.
+
+    The producer puts the rest into the ring, and may then change the array.
+
+    Returns:
+        1; or 0 if the message has ended, or a device may still read the array.
+    """
+    carrier, wire, kept = carrier_at(address), wire_at(direct - _DIRECT), 0
+    count = lock_all(carrier)
+    ring, message = wire.geometry, finished(wire)
+    entry = entry_of(wire, message, True)
+    if wire.ring != 0 and entry.number == message + 1 and entry.offer != 0 and not any_flies(wire):
+        for lane in range(ring.lanes):
+            for number in range(load_acquire(tail_of(wire, lane)), wire.sent[lane]):
+                place = lane * ring.slots + number % ring.slots
+                slot, source = wire.slots + place * ring.slot_bytes, load(wire.sources + 8 * place)
+                if source != slot:
+                    copy_bytes(slot, source, frame_at(wire.frames, place).length)
+                    store(wire.sources + 8 * place, slot)
+        end = wire.frames + ring.lanes * ring.slots * HEADER
+        for i in range(carrier.rail_count):
+            rail = rail_at(load(carrier.rails + 8 * i))
+            if rail.state == UP and wire.frames <= rail.out < end:
+                rail.out_data, rail.out_step = (
+                    load(wire.sources + (rail.out - wire.frames) // HEADER * 8),
+                    ring.slot_bytes,
+                )
+        entry.offer, kept = 0, 1
+    unlock_all(carrier, count)
+    return kept
+
+
 def _attach(address: int, record: int, place: int) -> int:
     """Take a wire into use, in a place that `detach` has made free, or in a new one if that is -1; its number, or FULL."""
     carrier, wire = carrier_at(address), wire_at(record)
@@ -309,6 +345,7 @@ with compiling():
     land = kernel("int64(int64, int64)")(_land)
     lose = kernel("int64(int64, int64)")(_drop)
     withdraw = kernel("int64(int64, int64)")(_withdraw)
+    keep_address = native("int64(int64, int64, int64)", _keep)
     attach = kernel("int64(int64, int64, int64)")(_attach)
     detach = kernel("int64(int64, int64, int64)")(_detach)
     is_settled = kernel("int64(int64)")(_is_settled)
