@@ -50,11 +50,11 @@ from xvcomm.memory.ring import (
     LINE,
     MAX_LANES,
     MESSAGE,
-    TRIED_BYTES,
     Reason,
     chunk_bytes,
     goes_straight,
     lanes_used,
+    must_wait,
     part_bytes,
 )
 from xvcomm.trace.contract import agree
@@ -114,6 +114,7 @@ _PUT, _GET, _GET_REDUCE, _MISMATCH_REASON = int(Kind.PUT), int(Kind.GET), int(Ki
 _NOT_YET = rendezvous.NOT_YET
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
 _part_bytes, _goes_straight = register_jitable(part_bytes), register_jitable(goes_straight)
+_must_wait = register_jitable(must_wait)
 _NOTHING, _PROGRESS, _COMPLETE, _STOPPED, _MISMATCH = 0, 1, 2, 3, 4
 
 
@@ -186,8 +187,12 @@ def _offer(row: Any, producer: bool) -> int:
     if row.carrier != 0:
         if producer:
             # Also if its receiver waits already for what RDMA devices may carry from array to array.
-            straight = _goes_straight(row.message.op, nbytes, capacity) or (nbytes >= _LEAST_CARRIED and _awaited(row))
-            return row.data if straight or (nbytes >= TRIED_BYTES and _tries(row)) else 0
+            if nbytes >= _LEAST_CARRIED and _awaited(row):
+                return row.data
+            straight = _goes_straight(nbytes, capacity) and (
+                _must_wait(row.message.op, nbytes, capacity) or _tries(row)
+            )
+            return row.data if straight else 0
         return row.data if nbytes >= _LEAST_CARRIED and row.kind != _GET_REDUCE else 0
     if producer:
         return propose(row.state, row.data, nbytes, _entry(row, False), row.sequence, capacity)

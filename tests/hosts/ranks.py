@@ -230,6 +230,21 @@ def share(comm, mib, times, uncounted=0):
         print(json.dumps([rail.sent - before.get(rail.local, 0) for rail in rails]))
 
 
+def late(comm):
+    """Messages that fit the ring; the sender changes each at once, and the receiver comes later or not."""
+    for number, mib in enumerate((1, 3, 2, 3, 1, 3, 3, 2, 1, 3, 2, 3)):
+        x = np.random.default_rng(number).integers(0, 255, mib << 20, np.uint8)
+        if comm.rank == 1:
+            comm.send(x, 0)
+            x[:] = 255
+        else:
+            time.sleep(number % 3 * 0.02)
+            got = np.zeros_like(x)
+            comm.recv(got, 1)
+            assert (got == x).all()
+    comm.barrier()
+
+
 def die(comm):
     """Rank 1 ends without a word while rank 0 waits for it."""
     x = np.zeros(10)

@@ -103,6 +103,13 @@ def test_many_links_and_small_messages(two_hosts):
     assert sum(sent) > 59 << 20 and min(sent) > 0.1 * sum(sent), sent
 
 
+@pytest.mark.parametrize("tls", ["0", "1"])
+@pytest.mark.parametrize("two_hosts", [{"links": 2, "rate": "100mbit"}], indirect=True, ids=["slow"])
+def test_messages_that_are_not_received_soon(two_hosts, tls):
+    """They go from the sender's array at first, and are copied while parts are sent: the sender may change it then."""
+    two_hosts.run("late", env={"XVCOMM_TLS": tls})
+
+
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_link_cut(two_hosts, threads):
     """A link is cut and comes back while messages are under way: nothing is lost."""

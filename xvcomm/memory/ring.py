@@ -54,15 +54,11 @@ LEAST_WIRE_CHUNK = 64 << 10
 """The same between hosts, where each slot costs both ends a system call."""
 
 STRAIGHT_BYTES = 128 << 10
-"""From this size on a copy of a collective's message costs more than the wait for its receiver, see `goes_straight`."""
+"""From this size on copying a message between hosts costs more than waiting for its receiver: it goes from the sender's array."""
 
 _SEND = int(OpCode.SEND)
 _PIECES = 4
 """Slots of a lane that a message takes, if they are large enough: so both ends copy at the same time."""
-
-
-TRIED_BYTES = 512 << 10
-"""From this size on copying a message costs more than the wait for a receiver that is there, see `goes_straight`."""
 
 
 class Reason(enum.IntEnum):
@@ -189,12 +185,18 @@ def part_bytes(nbytes: int, used: int) -> int:
     return ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
 
 
-def goes_straight(op: int, nbytes: int, capacity: int) -> bool:
-    """Whether a message between hosts goes from the sender's array, and the sender waits until it was read. One that is not of a
-    collective does not wait long if it fits the ring, as its receiver may be sending, too: from TRIED_BYTES on it goes so, and
-    into the ring if it was not read soon. Movers and the wire compile this function.
+def goes_straight(nbytes: int, capacity: int) -> bool:
+    """Whether a message between hosts may go from the sender's array, so that the sender waits for the receiver, see
+    `must_wait`. Movers and the wire compile this function.
     """
-    return nbytes >= (capacity if op == _SEND else min(capacity, STRAIGHT_BYTES))
+    return nbytes >= min(capacity, STRAIGHT_BYTES)
+
+
+def must_wait(op: int, nbytes: int, capacity: int) -> bool:
+    """Whether the sender of such a message waits until it was received. Else its receiver may be sending, too: if the message is
+    not received soon, it is copied to the ring, which it fits. Movers compile this very function.
+    """
+    return nbytes >= capacity or op != _SEND
 
 
 class Message(NamedTuple):

@@ -14,7 +14,7 @@ from xvcomm.jit.atomics import (
 )
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
-from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, TRIED_BYTES, Reason, goes_straight
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason, goes_straight
 from xvcomm.trace.contract import agree
 from xvcomm.trace.format import HEAD_WORDS
 from xvcomm.trace.recorder import extent, may_ask
@@ -78,8 +78,7 @@ def _note_entry(wire: Any, frame: Any) -> bool:
     message, ring = frame.entry.message, wire.geometry
     if number > consumed + LEDGER or message.nbytes < 0:
         return False
-    capacity = ring.lanes * ring.slots * ring.slot_bytes
-    if message.nbytes >= TRIED_BYTES or _goes_straight(message.op, message.nbytes, capacity):
+    if _goes_straight(message.nbytes, ring.lanes * ring.slots * ring.slot_bytes):
         wire.waits = max(wire.waits, number)
     entry = entry_of(wire, number - 1, True)
     if entry.number != number:
