@@ -50,6 +50,7 @@ from xvcomm.memory.ring import (
     LINE,
     MAX_LANES,
     MESSAGE,
+    STRAIGHT_BYTES,
     Reason,
     chunk_bytes,
     goes_straight,
@@ -76,9 +77,11 @@ class Kind(enum.IntEnum):
 
 MAX_STREAMS = 4
 _LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
-_PATIENCE_NS, _NS_PER_BYTE, _MOST_MISSED = 200_000, 1, 10
-"""How long a message that fits the ring waits for its receiver before it is copied: so long, and so much for each byte. If nobody
-receives messages in this time, more and more of the next ones are copied at once, up to two to that power."""
+_PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_MISSED = 200_000, 1, 5_000_000, 10
+"""How long a message that fits the ring waits for its receiver before it is copied: so long, and so much for each byte, up to a
+limit. If nobody receives messages in this time, more and more of the next ones are copied at once, up to two to that power."""
+_AT_ONCE_NS = 30_000
+"""A message that follows an earlier one so soon is copied: on their way, one need not wait until another one was received."""
 _LEAST_SHARED = 256 << 10  # bytes of a message during whose copies other threads carry
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
@@ -159,12 +162,13 @@ def _awaited(row: Any) -> bool:
 def _tries(row: Any) -> bool:
     """Whether to see if a message is received soon, so that it goes from its array."""
     direct = _direct_at(row.direct)
-    if direct.tries == 0:
+    now = monotonic()
+    if direct.tries == 0 or now - direct.ended < _AT_ONCE_NS:
         return False
     if direct.rests > 0:
         direct.rests -= 1
         return False
-    row.until = monotonic() + _PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes
+    row.until = now + min(_PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes, _MOST_PATIENCE_NS)
     return True
 
 
@@ -346,6 +350,8 @@ def _advance(row: Any) -> int:
         result = _move_lanes(row)
     if result == _COMPLETE:
         if producer:
+            if row.carrier != 0 and row.message.nbytes >= STRAIGHT_BYTES:
+                _direct_at(row.direct).ended = monotonic()
             rendezvous.learn(row.state, row.message.nbytes, _entry(row, False), row.sequence)
         else:
             rendezvous.stop_clock(row.state)

@@ -261,6 +261,7 @@ DIRECT = np.dtype([
     ("tries", "i8"),  # producer: whether messages may go from the sender's array until it is seen that nobody reads them
     ("missed", "i8"),  # how many times more that was seen than not; how many messages go through the ring until the next try
     ("rests", "i8"),
+    ("ended", "i8"),  # when the latest message that may go so ended
 ])  # fmt: skip
 """What the carrier says of the newest message that it receives into the consumer's array; to the producer of the newest one for
 whose slots the consumer has advertised a registered array."""

@@ -31,11 +31,11 @@ from xvcomm.wire.records import (
     UP,
     Wire,
     carrier_at,
-    frame_at,
     link_at,
     rail_at,
     wire_at,
 )
+from xvcomm.wire.slot_frames import keep_slot
 
 _DIRECT: int = Wire.direct.offset
 FULL, FULL_LINK = -1, -2
@@ -251,19 +251,14 @@ def _keep(address: int, direct: int, unused: int) -> int:
     if wire.ring != 0 and entry.number == message + 1 and entry.offer != 0 and not any_flies(wire):
         for lane in range(ring.lanes):
             for number in range(load_acquire(tail_of(wire, lane)), wire.sent[lane]):
-                place = lane * ring.slots + number % ring.slots
-                slot, source = wire.slots + place * ring.slot_bytes, load(wire.sources + 8 * place)
-                if source != slot:
-                    copy_bytes(slot, source, frame_at(wire.frames, place).length)
-                    store(wire.sources + 8 * place, slot)
+                keep_slot(wire, lane * ring.slots + number % ring.slots)
         end = wire.frames + ring.lanes * ring.slots * HEADER
         for i in range(carrier.rail_count):
             rail = rail_at(load(carrier.rails + 8 * i))
             if rail.state == UP and wire.frames <= rail.out < end:
-                rail.out_data, rail.out_step = (
-                    load(wire.sources + (rail.out - wire.frames) // HEADER * 8),
-                    ring.slot_bytes,
-                )
+                # Also of a slot that is sent again, and was consumed meanwhile.
+                rail.out_data = wire.slots + (rail.out - wire.frames) // HEADER * ring.slot_bytes
+                rail.out_step = ring.slot_bytes
         entry.offer, kept = 0, 1
     unlock_all(carrier, count)
     return kept

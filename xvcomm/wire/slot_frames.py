@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xvcomm.jit.atomics import load, load_acquire, store, store_release
+from xvcomm.jit.atomics import copy_bytes, load, load_acquire, store, store_release
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
 from xvcomm.memory.ring import CONSUMED, chunk_bytes, lanes_used, part_bytes
@@ -46,6 +46,15 @@ def _send_slot(rail: Any, rail_index: int, wire: Any, place: int) -> None:
 
 
 @register_jitable
+def keep_slot(wire: Any, place: int) -> None:
+    """Copy a slot from its array to the ring. One that is sent again may be read after it was consumed, and its array be gone."""
+    slot, source = wire.slots + place * wire.geometry.slot_bytes, load(wire.sources + 8 * place)
+    if wire.apart == 0 and source != slot:
+        copy_bytes(slot, source, frame_at(wire.frames, place).length)
+        store(wire.sources + 8 * place, slot)
+
+
+@register_jitable
 def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
     """Send a slot again that a lost rail had; False if there is none that the consumer may still want and that can be sent."""
     ring, left = wire.geometry, 0
@@ -55,6 +64,7 @@ def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
             if load(wire.owners + 8 * place) == AGAIN:
                 if not flies(wire, place):
                     frame_at(wire.frames, place).attempt += 1
+                    keep_slot(wire, place)
                     _send_slot(rail, rail_index, wire, place)
                     rail.out_again = 1
                     rail.repeated += 1
