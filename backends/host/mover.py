@@ -16,6 +16,7 @@ import numpy as np
 from xvcomm.backends.host import rendezvous
 from xvcomm.backends.host.reducers import call_combine
 from xvcomm.backends.host.rendezvous import copy_next, propose, through
+from xvcomm.backends.host.straight import LEAST_CARRIED, copy_if_late, goes_from_array, is_received, note_end
 from xvcomm.jit.atomics import (
     PENDING,
     READY,
@@ -50,12 +51,9 @@ from xvcomm.memory.ring import (
     LINE,
     MAX_LANES,
     MESSAGE,
-    STRAIGHT_BYTES,
     Reason,
     chunk_bytes,
-    goes_straight,
     lanes_used,
-    must_wait,
     part_bytes,
 )
 from xvcomm.trace.contract import agree
@@ -76,12 +74,6 @@ class Kind(enum.IntEnum):
 
 
 MAX_STREAMS = 4
-_LEAST_CARRIED = 64 << 10  # bytes of a message that is worth receiving into its array
-_PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_MISSED = 200_000, 1, 5_000_000, 10
-"""How long a message that fits the ring waits for its receiver before it is copied: so long, and so much for each byte, up to a
-limit. If nobody receives messages in this time, more and more of the next ones are copied at once, up to two to that power."""
-_AT_ONCE_NS = 30_000
-"""A message that follows an earlier one so soon is copied: on their way, one need not wait until another one was received."""
 _LEAST_SHARED = 256 << 10  # bytes of a message during whose copies other threads carry
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
@@ -116,8 +108,7 @@ _row_at, _entry_at, _carrier_at, _direct_at = map(compiled_at, (ROW, LEDGER_ENTR
 _PUT, _GET, _GET_REDUCE, _MISMATCH_REASON = int(Kind.PUT), int(Kind.GET), int(Kind.GET_REDUCE), int(Reason.MISMATCH)
 _NOT_YET = rendezvous.NOT_YET
 _chunk_bytes, _lanes_used = register_jitable(chunk_bytes), register_jitable(lanes_used)
-_part_bytes, _goes_straight = register_jitable(part_bytes), register_jitable(goes_straight)
-_must_wait = register_jitable(must_wait)
+_part_bytes = register_jitable(part_bytes)
 _NOTHING, _PROGRESS, _COMPLETE, _STOPPED, _MISMATCH = 0, 1, 2, 3, 4
 
 
@@ -151,53 +142,14 @@ def _compare(row: Any, producer: bool) -> int:
 
 
 @register_jitable
-def _awaited(row: Any) -> bool:
-    """Whether the receiver has advertised a registered array for the row's message, and the row's array is registered, too."""
-    if load_acquire(address_of(_direct_at(row.direct), "message")) != row.sequence + 1:
-        return False
-    return call_3(_carrier_at(row.carrier).registered, row.carrier, row.data, row.message.nbytes) != 0
-
-
-@register_jitable
-def _tries(row: Any) -> bool:
-    """Whether to see if a message is received soon, so that it goes from its array."""
-    direct = _direct_at(row.direct)
-    now = monotonic()
-    if direct.tries == 0 or now - direct.ended < _AT_ONCE_NS:
-        return False
-    if direct.rests > 0:
-        direct.rests -= 1
-        return False
-    row.until = now + min(_PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes, _MOST_PATIENCE_NS)
-    return True
-
-
-@register_jitable
-def _keep(row: Any) -> bool:
-    """Let the ring have a message that nobody has received from its array in time, so that its sender need not wait."""
-    direct = _direct_at(row.direct)
-    if call_3(_carrier_at(row.carrier).keep, row.carrier, row.direct, 0) == 0:
-        return False
-    direct.missed = min(direct.missed + 1, _MOST_MISSED)
-    direct.rests, row.until = 1 << direct.missed, 0
-    return True
-
-
-@register_jitable
 def _offer(row: Any, producer: bool) -> int:
     """Offer of this end's array in its description: to the other end, see `rendezvous`, or to the carrier."""
     nbytes, ring = row.message.nbytes, row.geometry
     capacity = ring.lanes * ring.slots * ring.slot_bytes
     if row.carrier != 0:
         if producer:
-            # Also if its receiver waits already for what RDMA devices may carry from array to array.
-            if nbytes >= _LEAST_CARRIED and _awaited(row):
-                return row.data
-            straight = _goes_straight(nbytes, capacity) and (
-                _must_wait(row.message.op, nbytes, capacity) or _tries(row)
-            )
-            return row.data if straight else 0
-        return row.data if nbytes >= _LEAST_CARRIED and row.kind != _GET_REDUCE else 0
+            return row.data if goes_from_array(row, capacity) else 0
+        return row.data if nbytes >= LEAST_CARRIED and row.kind != _GET_REDUCE else 0
     if producer:
         return propose(row.state, row.data, nbytes, _entry(row, False), row.sequence, capacity)
     return rendezvous.offer(row.state, row.data, nbytes) if row.kind == _GET else 0
@@ -316,20 +268,6 @@ def _move_straight(row: Any, producer: bool) -> int:
 
 
 @register_jitable
-def _await_receiver(row: Any) -> int:
-    """Look whether a message that goes from its array was received."""
-    if load_acquire(row.ring + CONSUMED) > row.sequence:
-        if row.until != 0:
-            direct = _direct_at(row.direct)
-            direct.missed = max(0, direct.missed - 1)
-        return _COMPLETE
-    if row.until != 0 and monotonic() > row.until and _keep(row):
-        row.phase = MOVING
-        return _PROGRESS
-    return _NOTHING
-
-
-@register_jitable
 def _advance(row: Any) -> int:
     """Progress one row by at most one slot per lane, or one chunk."""
     producer, abort = row.kind == _PUT, row.ring + ABORT
@@ -343,15 +281,17 @@ def _advance(row: Any) -> int:
             return begun
     aborted = load_acquire(abort) != 0
     if row.phase == CARRIED:
-        result = _await_receiver(row)
+        result = _COMPLETE if is_received(row) else _NOTHING
+        if result == _NOTHING and copy_if_late(row):
+            row.phase, result = MOVING, _PROGRESS
     elif row.phase == STRAIGHT:
         result = _move_straight(row, producer)
     else:
         result = _move_lanes(row)
     if result == _COMPLETE:
         if producer:
-            if row.carrier != 0 and row.message.nbytes >= STRAIGHT_BYTES:
-                _direct_at(row.direct).ended = monotonic()
+            if row.carrier != 0:
+                note_end(row)
             rendezvous.learn(row.state, row.message.nbytes, _entry(row, False), row.sequence)
         else:
             rendezvous.stop_clock(row.state)

@@ -1,0 +1,84 @@
+"""Messages between hosts that go from the sender's array, without a copy to the ring: which do, and how long their sender waits.
+
+The functions take a row of the mover.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xvcomm.jit.atomics import load_acquire, monotonic
+from xvcomm.jit.ccall import call_3
+from xvcomm.jit.inline import register_jitable
+from xvcomm.jit.record import address_of, compiled_at
+from xvcomm.memory.ring import CARRIER, CONSUMED, DIRECT, STRAIGHT_BYTES, goes_straight, must_wait
+
+LEAST_CARRIED = 64 << 10
+"""Bytes of a message that is worth receiving into its array."""
+_PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_MISSED = 200_000, 1, 5_000_000, 10
+"""How long a message that fits the ring waits for its receiver before it is copied: so long, and so much for each byte, up to a
+limit. If nobody receives messages in this time, more and more of the next ones are copied at once, up to two to that power."""
+_AT_ONCE_NS = 30_000
+"""A message that follows an earlier one so soon is copied: on its way, it need not wait until another one was received."""
+_carrier_at, _direct_at = map(compiled_at, (CARRIER, DIRECT))
+_goes_straight, _must_wait = register_jitable(goes_straight), register_jitable(must_wait)
+
+
+@register_jitable
+def _awaited(row: Any) -> bool:
+    """Whether the receiver has advertised a registered array for the row's message, and the row's array is registered, too."""
+    if load_acquire(address_of(_direct_at(row.direct), "message")) != row.sequence + 1:
+        return False
+    return call_3(_carrier_at(row.carrier).registered, row.carrier, row.data, row.message.nbytes) != 0
+
+
+@register_jitable
+def _tries(row: Any) -> bool:
+    """Whether to see if a message is received soon."""
+    direct, now = _direct_at(row.direct), monotonic()
+    if direct.tries == 0 or now - direct.ended < _AT_ONCE_NS:
+        return False
+    if direct.rests > 0:
+        direct.rests -= 1
+        return False
+    row.until = now + min(_PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes, _MOST_PATIENCE_NS)
+    return True
+
+
+@register_jitable
+def goes_from_array(row: Any, capacity: int) -> bool:
+    """Whether a producer's message, which begins, goes from its array; also if devices carry it to an array that waits for it."""
+    nbytes = row.message.nbytes
+    if nbytes >= LEAST_CARRIED and _awaited(row):
+        return True
+    return _goes_straight(nbytes, capacity) and (_must_wait(row.message.op, nbytes, capacity) or _tries(row))
+
+
+@register_jitable
+def is_received(row: Any) -> bool:
+    """Whether the receiver has read a message that goes from its array."""
+    received = load_acquire(row.ring + CONSUMED) > row.sequence
+    if received and row.until != 0:
+        direct = _direct_at(row.direct)
+        direct.missed = max(0, direct.missed - 1)
+    return bool(received)
+
+
+@register_jitable
+def copy_if_late(row: Any) -> bool:
+    """Let the ring have what was sent of a message that nobody has received in time; whether the mover is to copy the rest."""
+    if row.until == 0 or monotonic() <= row.until:
+        return False
+    if call_3(_carrier_at(row.carrier).keep, row.carrier, row.direct, 0) == 0:
+        return False
+    direct = _direct_at(row.direct)
+    direct.missed = min(direct.missed + 1, _MOST_MISSED)
+    direct.rests, row.until = 1 << direct.missed, 0
+    return True
+
+
+@register_jitable
+def note_end(row: Any) -> None:
+    """Note when a producer's message has ended."""
+    if row.message.nbytes >= STRAIGHT_BYTES:
+        _direct_at(row.direct).ended = monotonic()
