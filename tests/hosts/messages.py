@@ -25,7 +25,7 @@ def share(comm, mib, times, uncounted=0):
         print(json.dumps([rail.sent - before.get(rail.local, 0) for rail in rails]))
 
 
-def late(comm):
+def not_awaited(comm):
     """Messages that fit the ring; the sender changes each at once, and the receiver comes later or not."""
     for number, mib in enumerate((1, 3, 2, 3, 1, 3, 3, 2, 1, 3, 2, 3)):
         x = np.random.default_rng(number).integers(0, 255, mib << 20, np.uint8)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import relay
-from messages import late, share  # noqa: F401 - called by name
+from messages import not_awaited, share  # noqa: F401 - called by name
 from sockets import addresses_between_hosts, between_hosts, congestion_of, congestion_of_new, listeners_in_use
 
 import xvcomm

@@ -107,7 +107,7 @@ def test_many_links_and_small_messages(two_hosts):
 @pytest.mark.parametrize("two_hosts", [{"links": 2, "rate": "100mbit"}], indirect=True, ids=["slow"])
 def test_messages_that_are_not_received_soon(two_hosts, tls):
     """They go from the sender's array at first, and are copied while parts are sent: the sender may change it then."""
-    two_hosts.run("late", env={"XVCOMM_TLS": tls})
+    two_hosts.run("not_awaited", env={"XVCOMM_TLS": tls})
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
