@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from xvcomm.backends.host import rendezvous
+from xvcomm.backends.host.from_array import LEAST_CARRIED, copy_if_late, goes_from_array, is_received, note_message_end
 from xvcomm.backends.host.reducers import call_combine
 from xvcomm.backends.host.rendezvous import copy_next, propose, through
-from xvcomm.backends.host.straight import LEAST_CARRIED, copy_if_late, goes_from_array, is_received, note_end
 from xvcomm.jit.atomics import (
     PENDING,
     READY,
@@ -99,7 +99,7 @@ ROW = np.dtype([
     ("lane", "i8"),  # index of the stream in its batch
     ("gates", "i8", MAX_STREAMS),  # per stream of the batch: number of first rows of which those on it must be complete before
     ("starts", "i8", MAX_LANES),  # each lane's counter at the beginning
-    ("until", "i8"),  # when a message that goes from its array is copied to the ring; 0: never
+    ("copy_at", "i8"),  # when a message that goes from its array is copied to the ring; 0: never
 ])  # fmt: skip
 
 NEW, POSTED, MOVING, STRAIGHT, CARRIED, DONE = 0, 1, 2, 3, 4, 5
@@ -171,7 +171,7 @@ def _begin(row: Any, producer: bool) -> int:
             return _STOPPED
         if row.sequence - load_acquire(base + CONSUMED) >= LEDGER:
             return _NOTHING
-        row.until = 0
+        row.copy_at = 0
         offer = _offer(row, producer)
         if offer == _NOT_YET:
             return _NOTHING
@@ -291,7 +291,7 @@ def _advance(row: Any) -> int:
     if result == _COMPLETE:
         if producer:
             if row.carrier != 0:
-                note_end(row)
+                note_message_end(row)
             rendezvous.learn(row.state, row.message.nbytes, _entry(row, False), row.sequence)
         else:
             rendezvous.stop_clock(row.state)

@@ -26,14 +26,14 @@ def share(comm, mib, times, uncounted=0):
 
 
 def not_awaited(comm):
-    """Messages that fit the ring; the sender changes each at once, and the receiver comes later or not."""
+    """Messages that fit the ring; the sender changes and frees each at once. The receiver is late for two of three."""
     for number, mib in enumerate((1, 3, 2, 3, 1, 3, 3, 2, 1, 3, 2, 3)):
         x = np.random.default_rng(number).integers(0, 255, mib << 20, np.uint8)
         with comm.split(0) as both:  # by another ring, which has not seen yet that messages are received late
             if comm.rank == 1:
                 both.send(x, 0)
                 x[:] = 255
-                del x  # which unmaps it
+                del x
             else:
                 time.sleep(number % 3 * 0.02)
                 got = np.zeros_like(x)

@@ -74,7 +74,8 @@ def send_first(comm, nbytes):
 
 def test_a_message_that_fits_the_ring_is_sent_without_its_receiver():
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
-        assert ranks.run(send_first, 8 * STRAIGHT_BYTES) == [(2, 2), (1, 1)]
+        for nbytes in (STRAIGHT_BYTES, 8 * STRAIGHT_BYTES, 4 << 20):  # the last one fills it
+            assert ranks.run(send_first, nbytes) == [(2, 2), (1, 1)]
 
 
 def communicators_one_after_the_other(comm):

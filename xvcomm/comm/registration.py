@@ -44,10 +44,11 @@ class Registering:
         """Register an array with this rank's RDMA devices, for messages to and from other hosts (as ncclCommRegister in NCCL).
 
         Messages of 64 KiB or more go from a registered array into a registered array without a copy; one copy is saved if only
-        the receiver's is registered. They may be of any part of it, in any operation, of any communicator of the job. A message
-        that fits the ring, see `XVCOMM_WIRE_SLOTS`, goes on without its receiver, through the ring, unless that waits already
-        with a registered array; one that does not fit saves a copy also if only the sender's array is registered.
-        Worth it for arrays that are used many times: registering locks their memory, page by page.
+        the receiver's is registered. They may be of any part of it, in any operation, of any communicator of the job. The sender
+        of a point-to-point message that fits the ring, see `XVCOMM_WIRE_SLOTS`, does not wait for its receiver: the message goes
+        through the ring, unless the receiver waits already with a registered array. A message that does not fit saves a copy
+        also if only the sender's array is registered. Worth it for arrays that are used many times: registering locks their
+        memory, page by page.
 
         Without RDMA and on one host this does nothing, successfully: a program can always call it. So it does for an array in a
         GPU's memory: the GPU copies it to and from slots, which lie where RDMA devices reach them (Device-Direct).

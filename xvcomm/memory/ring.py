@@ -196,7 +196,7 @@ def must_wait(op: int, nbytes: int, capacity: int) -> bool:
     """Whether the sender of such a message waits until it was received. Else its receiver may be sending, too: if the message is
     not received soon, it is copied to the ring, which it fits. Movers compile this very function.
     """
-    return nbytes >= capacity or op != _SEND
+    return nbytes > capacity or op != _SEND
 
 
 class Message(NamedTuple):
@@ -248,7 +248,7 @@ CARRIER = np.dtype([
     ("progress", "i8"),  # function that carries frames while a mover waits
     ("wake", "i8"),  # function that lets the carrier's thread look at the rings, for movers that do not carry
     ("registered", "i8"),  # function that says whether RDMA devices may use an array, by its address and bytes
-    ("keep", "i8"),  # function that copies a message which goes from its array to the ring, by the ring's DIRECT record
+    ("to_ring", "i8"),  # function that copies to the ring what was sent from an array, by the ring's DIRECT record
 ])  # fmt: skip
 """What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
 
@@ -258,10 +258,11 @@ COPIES, EXPECTS = 1, 2
 DIRECT = np.dtype([
     ("message", "i8"),  # number of the message, from 1 on; written last
     ("first", "i8", MAX_LANES),  # consumer: the lane's first slot that goes into the array; earlier ones go into the ring
-    ("tries", "i8"),  # producer: whether messages may go from the sender's array until it is seen that nobody reads them
-    ("missed", "i8"),  # how many times more that was seen than not; how many messages go through the ring until the next try
-    ("rests", "i8"),
-    ("ended", "i8"),  # when the latest message that may go so ended
+    # of a producer; only its mover writes these
+    ("may_wait", "i8"),  # whether a message that fits the ring may go from its array and wait for its receiver for a short time
+    ("late", "i8"),  # how many more of these were received too late than in time
+    ("copies_left", "i8"),  # how many of the next ones are copied at once for that reason
+    ("last_end", "i8"),  # when the latest one ended
 ])  # fmt: skip
 """What the carrier says of the newest message that it receives into the consumer's array; to the producer of the newest one for
 whose slots the consumer has advertised a registered array."""

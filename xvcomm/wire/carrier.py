@@ -18,7 +18,7 @@ from xvcomm.trace.format import Question
 from xvcomm.wire import records
 from xvcomm.wire.changes import (
     choose,
-    keep_address,
+    copy_to_ring_address,
     land,
     lose,
     put,
@@ -114,7 +114,7 @@ class Carrier:
         self._regions = np.zeros(records.REGIONS, records.REGION)
         tables = {name: table.ctypes.data for name, table in self._tables.items()}
         self._record = records.Carrier(
-            movers=(progress_address, wake_address, registered_address, keep_address),
+            movers=(progress_address, wake_address, registered_address, copy_to_ring_address),
             wake=self._wake, news=self.news, spins=spins,
             sink=self._sink.ctypes.data, poll=self._poll.ctypes.data, helpers=self._helpers.ctypes.data,
             helper_count=len(self._helpers), answers=self._answers.ctypes.data, failures=self._failures.ctypes.data, one=1,

@@ -1,6 +1,6 @@
 """Compiled code that takes rails, wires and arrays into use and out of use while threads carry frames.
 
-Python calls it; what a rail has lost is also found by the threads themselves.
+Python and movers call it; what a rail has lost is also found by the threads themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from xvcomm.wire.records import (
     rail_at,
     wire_at,
 )
-from xvcomm.wire.slot_frames import keep_slot
+from xvcomm.wire.slot_frames import copy_slot
 
 _DIRECT: int = Wire.direct.offset
 FULL, FULL_LINK = -1, -2
@@ -236,13 +236,13 @@ def _withdraw(address: int, record: int) -> int:
     return array
 
 
-def _keep(address: int, direct: int, unused: int) -> int:
-    """Copy what was sent of the message that goes from its producer's array, and may have to be sent again, to the ring.
+def _copy_to_ring(address: int, direct: int, unused: int) -> int:
+    """Copy to the ring what was sent of a message from its array, and may have to be sent again. Movers call this.
 
     The producer puts the rest into the ring, and may then change the array.
 
     Returns:
-        1; or 0 if the message has ended, or a device may still read the array.
+        1; or 0 if the message was given up, or a device may still read the array.
     """
     carrier, wire, kept = carrier_at(address), wire_at(direct - _DIRECT), 0
     count = lock_all(carrier)
@@ -251,12 +251,11 @@ def _keep(address: int, direct: int, unused: int) -> int:
     if wire.ring != 0 and entry.number == message + 1 and entry.offer != 0 and not any_flies(wire):
         for lane in range(ring.lanes):
             for number in range(load_acquire(tail_of(wire, lane)), wire.sent[lane]):
-                keep_slot(wire, lane * ring.slots + number % ring.slots)
+                copy_slot(wire, lane * ring.slots + number % ring.slots)
         end = wire.frames + ring.lanes * ring.slots * HEADER
         for i in range(carrier.rail_count):
             rail = rail_at(load(carrier.rails + 8 * i))
             if rail.state == UP and wire.frames <= rail.out < end:
-                # Also of a slot that is sent again, and was consumed meanwhile.
                 rail.out_data = wire.slots + (rail.out - wire.frames) // HEADER * ring.slot_bytes
                 rail.out_step = ring.slot_bytes
         entry.offer, kept = 0, 1
@@ -315,12 +314,14 @@ def _detach(address: int, record: int, anyway: int) -> int:
     stays = attached and anyway == 0 and not _settled(wire)
     if not stays:
         wire.ring = 0
-        place, last = wire.number % PLACES, wire.frames + wire.geometry.lanes * wire.geometry.slots * HEADER
+        place, places = wire.number % PLACES, wire.geometry.lanes * wire.geometry.slots
+        last, slots_end = wire.frames + places * HEADER, wire.slots + places * wire.geometry.slot_bytes
         for i in range(carrier.rail_count):
             rail = rail_at(load(carrier.rails + 8 * i))
             if attached and rail.slot_left > 0 and rail.slot_wire == place:
                 rail.slot_data = 0
-            if rail.state == UP and wire.frames <= rail.out and rail.out < last:
+            sends = wire.frames <= rail.out < last or wire.slots <= rail.out_data < slots_end
+            if rail.state == UP and rail.out != 0 and sends:
                 stays = True
         if any_flies(wire):
             stays = True
@@ -340,7 +341,7 @@ with compiling():
     land = kernel("int64(int64, int64)")(_land)
     lose = kernel("int64(int64, int64)")(_drop)
     withdraw = kernel("int64(int64, int64)")(_withdraw)
-    keep_address = native("int64(int64, int64, int64)", _keep)
+    copy_to_ring_address = native("int64(int64, int64, int64)", _copy_to_ring)
     attach = kernel("int64(int64, int64, int64)")(_attach)
     detach = kernel("int64(int64, int64, int64)")(_detach)
     is_settled = kernel("int64(int64)")(_is_settled)

@@ -46,7 +46,7 @@ def _send_slot(rail: Any, rail_index: int, wire: Any, place: int) -> None:
 
 
 @register_jitable
-def keep_slot(wire: Any, place: int) -> None:
+def copy_slot(wire: Any, place: int) -> None:
     """Copy a slot from its array to the ring. One that is sent again may be read after it was consumed, and its array be gone."""
     slot, source = wire.slots + place * wire.geometry.slot_bytes, load(wire.sources + 8 * place)
     if wire.apart == 0 and source != slot:
@@ -64,8 +64,11 @@ def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
             if load(wire.owners + 8 * place) == AGAIN:
                 if not flies(wire, place):
                     frame_at(wire.frames, place).attempt += 1
-                    keep_slot(wire, place)
-                    _send_slot(rail, rail_index, wire, place)
+                    copy_slot(wire, place)
+                    _take_slot(rail, rail_index, wire, place)
+                    # From a header of its own: another rail may have delivered the slot before, and another message its place.
+                    copy_bytes(address_of(rail, "header"), wire.frames + place * HEADER, HEADER)
+                    offer(rail, address_of(rail, "header"), load(wire.sources + 8 * place))
                     rail.out_again = 1
                     rail.repeated += 1
                     return True

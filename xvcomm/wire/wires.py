@@ -92,7 +92,7 @@ class WireEnd:
             flights=self._flights.ctypes.data, frames=self._frames.ctypes.data, shares=self.shares.address, entries=-1,
             apart=ring.apart, slots=end.slots or end.address + ring.data, registered=slots is not None,
         )  # fmt: skip
-        self.record.direct.tries = slots is None
+        self.record.direct.may_wait = slots is None
         self.address = ctypes.addressof(self.record)
         if slots is not None:
             self.record.scratch = slots.scratch

@@ -15,11 +15,11 @@ from xvcomm.memory.ring import CARRIER, CONSUMED, DIRECT, STRAIGHT_BYTES, goes_s
 
 LEAST_CARRIED = 64 << 10
 """Bytes of a message that is worth receiving into its array."""
-_PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_MISSED = 200_000, 1, 5_000_000, 10
-"""How long a message that fits the ring waits for its receiver before it is copied: so long, and so much for each byte, up to a
-limit. If nobody receives messages in this time, more and more of the next ones are copied at once, up to two to that power."""
+_PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_LATE = 200_000, 1, 5_000_000, 10
+"""How long a message that fits the ring waits until it is received, before it is copied: so long, and so much for each byte, up
+to a limit. If messages are received later, more and more of the next ones are copied at once, up to two to that power."""
 _AT_ONCE_NS = 30_000
-"""A message that follows an earlier one so soon is copied: on its way, it need not wait until another one was received."""
+"""A message that begins so soon after the previous one ended is copied, so that it does not wait until it is received."""
 _carrier_at, _direct_at = map(compiled_at, (CARRIER, DIRECT))
 _goes_straight, _must_wait = register_jitable(goes_straight), register_jitable(must_wait)
 
@@ -33,15 +33,15 @@ def _awaited(row: Any) -> bool:
 
 
 @register_jitable
-def _tries(row: Any) -> bool:
-    """Whether to see if a message is received soon."""
+def _waits_briefly(row: Any) -> bool:
+    """Whether a message that fits the ring waits for its receiver for a short time."""
     direct, now = _direct_at(row.direct), monotonic()
-    if direct.tries == 0 or now - direct.ended < _AT_ONCE_NS:
+    if direct.may_wait == 0 or now - direct.last_end < _AT_ONCE_NS:
         return False
-    if direct.rests > 0:
-        direct.rests -= 1
+    if direct.copies_left > 0:
+        direct.copies_left -= 1
         return False
-    row.until = now + min(_PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes, _MOST_PATIENCE_NS)
+    row.copy_at = now + min(_PATIENCE_NS + _NS_PER_BYTE * row.message.nbytes, _MOST_PATIENCE_NS)
     return True
 
 
@@ -51,34 +51,34 @@ def goes_from_array(row: Any, capacity: int) -> bool:
     nbytes = row.message.nbytes
     if nbytes >= LEAST_CARRIED and _awaited(row):
         return True
-    return _goes_straight(nbytes, capacity) and (_must_wait(row.message.op, nbytes, capacity) or _tries(row))
+    return _goes_straight(nbytes, capacity) and (_must_wait(row.message.op, nbytes, capacity) or _waits_briefly(row))
 
 
 @register_jitable
 def is_received(row: Any) -> bool:
-    """Whether the receiver has read a message that goes from its array."""
+    """Whether a message that goes from its array was received; notes that it was in time."""
     received = load_acquire(row.ring + CONSUMED) > row.sequence
-    if received and row.until != 0:
+    if received and row.copy_at != 0:
         direct = _direct_at(row.direct)
-        direct.missed = max(0, direct.missed - 1)
+        direct.late = max(0, direct.late - 1)
     return bool(received)
 
 
 @register_jitable
 def copy_if_late(row: Any) -> bool:
     """Let the ring have what was sent of a message that nobody has received in time; whether the mover is to copy the rest."""
-    if row.until == 0 or monotonic() <= row.until:
+    if row.copy_at == 0 or monotonic() <= row.copy_at:
         return False
-    if call_3(_carrier_at(row.carrier).keep, row.carrier, row.direct, 0) == 0:
+    if call_3(_carrier_at(row.carrier).to_ring, row.carrier, row.direct, 0) == 0:
         return False
     direct = _direct_at(row.direct)
-    direct.missed = min(direct.missed + 1, _MOST_MISSED)
-    direct.rests, row.until = 1 << direct.missed, 0
+    direct.late = min(direct.late + 1, _MOST_LATE)
+    direct.copies_left, row.copy_at = 1 << direct.late, 0
     return True
 
 
 @register_jitable
-def note_end(row: Any) -> None:
+def note_message_end(row: Any) -> None:
     """Note when a producer's message has ended."""
     if row.message.nbytes >= STRAIGHT_BYTES:
-        _direct_at(row.direct).ended = monotonic()
+        _direct_at(row.direct).last_end = monotonic()
