@@ -66,7 +66,7 @@ def is_received(row: Any) -> bool:
 
 @register_jitable
 def copy_if_late(row: Any) -> bool:
-    """Let the ring have what was sent of a message that nobody has received in time; whether the mover is to copy the rest."""
+    """Copy to the ring what was sent of a message that was not received in time; whether the mover must copy the rest."""
     if row.copy_at == 0 or monotonic() <= row.copy_at:
         return False
     if call_3(_carrier_at(row.carrier).to_ring, row.carrier, row.direct, 0) == 0:

@@ -115,7 +115,7 @@ def test_several_routes_are_all_looked_at():
     ([RESTS, AWAKE], False, [RESTS, AWAKE]),
 ])  # fmt: skip
 def test_who_copies_leaves_carrying_to_a_thread_that_is_awake(states, carries, then):
-    """If all sleep, one is woken, and carries from then on that it runs."""
+    """If all sleep, the caller wakes one and carries until that one runs."""
     with Connections(2, states) as connections:
         connections.send(0)
         assert connections.carries(COPIES) == carries

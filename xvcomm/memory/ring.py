@@ -253,7 +253,7 @@ CARRIER = np.dtype([
 """What movers call of the process's carrier, see `wire.progress`: its record begins with this, and is the first argument."""
 
 COPIES, EXPECTS = 1, 2
-"""Why a thread that calls `CARRIER.progress` has little time: it has more to copy; what it waits for is expected soon."""
+"""What a thread that calls `CARRIER.progress` does meanwhile: it copies a long message; it expects a message soon."""
 
 DIRECT = np.dtype([
     ("message", "i8"),  # number of the message, from 1 on; written last
@@ -265,7 +265,7 @@ DIRECT = np.dtype([
     ("last_end", "i8"),  # when the latest one ended
 ])  # fmt: skip
 """What the carrier says of the newest message that it receives into the consumer's array; to the producer of the newest one for
-whose slots the consumer has advertised a registered array."""
+whose slots the consumer has advertised a registered array. A producer's mover keeps its statistics here, too."""
 
 
 class RingEnd:

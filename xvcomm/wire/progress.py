@@ -242,7 +242,7 @@ def _declined(carrier: Any) -> bool:
 
 @register_jitable
 def _hand_on(carrier: Any) -> None:
-    """Wake the first thread if it sleeps and something is left that the caller looks after no more."""
+    """Wake the first thread if it sleeps and there is still something to carry, which the caller no longer does."""
     full_fence()
     if load_acquire(address_of(carrier, "asleep")) != 0 and (_blocked(carrier) or _declined(carrier) or _busy(carrier)):
         raise_event(carrier.wake, address_of(carrier, "one"))

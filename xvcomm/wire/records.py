@@ -145,7 +145,7 @@ RAIL = np.dtype([
     ("out_each", "i8"),
     ("out_size", "i8"),  # bytes of all, and how many are sent
     ("out_at", "i8"),
-    ("header", FRAME),  # of frames other than SLOT
+    ("header", FRAME),  # of frames other than SLOT, and of slots that are sent again
     ("payload", "i8", MAX_LANES),
     ("parts", "i8", 4 * MOST_RUN),  # struct iovec[2 * MOST_RUN]
     ("call", "i8", 7),  # struct msghdr

@@ -66,7 +66,7 @@ def _send_again(rail: Any, rail_index: int, wire: Any) -> bool:
                     frame_at(wire.frames, place).attempt += 1
                     copy_slot(wire, place)
                     _take_slot(rail, rail_index, wire, place)
-                    # From a header of its own: another rail may have delivered the slot before, and another message its place.
+                    # The rail copies the header: if the lost rail has delivered the slot, a new message may take its place.
                     copy_bytes(address_of(rail, "header"), wire.frames + place * HEADER, HEADER)
                     offer(rail, address_of(rail, "header"), load(wire.sources + 8 * place))
                     rail.out_again = 1
