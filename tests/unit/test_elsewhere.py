@@ -20,6 +20,7 @@ from xvcomm.abc.store import Notices, Store
 from xvcomm.engine.session.elsewhere import Departure, Elsewhere, Stop
 from xvcomm.errors import DeadlineExceeded, ResourceError, StoreError
 from xvcomm.rendezvous.store import MemoryStore
+from xvcomm.rendezvous.store.moving import MovingStore
 from xvcomm.rendezvous.store.tcp import TcpStore
 from xvcomm.types.deadline import NEVER, Deadline
 
@@ -125,7 +126,7 @@ def follow(store: Store, deadline: Deadline = NEVER, **calls: Any) -> Elsewhere:
     return Elsewhere(store, 0, (0,), others=[1], timeout=10, deadline=deadline, **given)
 
 
-def rank_0(store: SlowStore, **calls: Any) -> Elsewhere:
+def rank_0(store: Store, **calls: Any) -> Elsewhere:
     """The same, once it follows the store and all ranks have started."""
     elsewhere = follow(store, **calls)
     elsewhere.ready()
@@ -230,3 +231,18 @@ def test_a_store_that_is_out_of_reach_like_its_rank(silent_first: bool) -> None:
         elsewhere.look()
     assert store.given_up
     elsewhere.close()
+
+
+def test_a_store_that_the_job_has_left() -> None:
+    """Its silence does not concern the successor, which the job uses before a new `Elsewhere` follows it."""
+    silent, successor = SlowStore(), SlowStore()
+    silent.go_on.set()
+    store = MovingStore(silent, lambda: None)
+    elsewhere = rank_0(store, losses={1})
+    silent.quiet = SOON
+    elsewhere.abandon(served=False)
+    store.move(successor)
+    elsewhere.look()
+    assert not successor.given_up
+    silent.leave()
+    elsewhere.join()

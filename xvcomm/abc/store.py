@@ -94,6 +94,10 @@ class Notices(ABC):
         """
 
     @abstractmethod
+    def give_up(self) -> None:
+        """See `Store.give_up`, for the store that is followed: the job may have moved to its successor."""
+
+    @abstractmethod
     def leave(self) -> None:
         """Stop following, so that the end of this process is no news any more. Idempotent."""
 

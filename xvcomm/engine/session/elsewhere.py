@@ -105,7 +105,7 @@ class Elsewhere:
         deadline: Deadline, transport: Callable[[int], Transport], losses: Container[int], lost: Callable[[int, str], None],
         told: Callable[[int, Stop | Departure], None],
     ) -> None:  # fmt: skip
-        self._store, self._rank, self._neighbours, self._server, self._others = store, rank, neighbours, server, others
+        self._rank, self._neighbours, self._server, self._others = rank, neighbours, server, others
         self._tried = others[0]
         self._transport, self._losses, self._lost, self._told, self._over = transport, losses, lost, told, False
         self._patience, self._doubts = max(heartbeat.LEAST_SECONDS, timeout / 2), False
@@ -154,14 +154,16 @@ class Elsewhere:
     def look(self) -> None:
         """Try another host if the store's does not answer; call it regularly. Never blocks."""
         notices = self._following() if self._begun.done() else None
-        silence = notices.silence() if notices is not None else 0.0
+        if notices is None:
+            return
+        silence = notices.silence()
         doubts = silence > self._patience
         if doubts and not self._doubts:
             self._transport(self._tried).doubt(self._tried, silence)
         self._doubts = doubts
         # Of this host its process is only slow or stopped.
         if doubts and self._tried in self._losses and self._server not in self._neighbours:
-            self._store.give_up()
+            notices.give_up()
 
     def _announce(self) -> None:
         notices = self._following()

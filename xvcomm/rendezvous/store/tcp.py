@@ -308,6 +308,9 @@ class _TcpNotices(Notices):
     def silence(self) -> float:
         return max(self._link.silence(), self._store.unheard())
 
+    def give_up(self) -> None:
+        self._store.give_up()
+
     def leave(self) -> None:
         try:
             self._store.set(self.left, b"", Deadline.after(_LEAVE_SECONDS))
