@@ -11,7 +11,7 @@ from xvcomm.jit.atomics import load_acquire, monotonic
 from xvcomm.jit.ccall import call_3
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at
-from xvcomm.memory.ring import CARRIER, CONSUMED, DIRECT, STRAIGHT_BYTES, goes_straight, must_wait
+from xvcomm.memory.ring import CARRIER, CONSUMED, DIRECT, FROM_ARRAY_BYTES, may_go_from_array, must_wait
 
 LEAST_CARRIED = 64 << 10
 """Bytes of a message that is worth receiving into its array."""
@@ -19,9 +19,10 @@ _PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_LATE = 200_000, 1, 5_000_00
 """How long a message that fits the ring waits until it is received, before it is copied: so long, and so much for each byte, up
 to a limit. If messages are received later, more and more of the next ones are copied at once, up to two to that power."""
 _AT_ONCE_NS = 30_000
-"""A message that begins so soon after the previous one ended is copied, so that it does not wait until it is received."""
+"""A message that begins so soon after the previous one ended is copied, so that it does not wait until it is received; but not
+one of half a ring or more, whose copy would take longer."""
 _carrier_at, _direct_at = map(compiled_at, (CARRIER, DIRECT))
-_goes_straight, _must_wait = register_jitable(goes_straight), register_jitable(must_wait)
+_may_go_from_array, _must_wait = register_jitable(may_go_from_array), register_jitable(must_wait)
 
 
 @register_jitable
@@ -33,10 +34,11 @@ def _awaited(row: Any) -> bool:
 
 
 @register_jitable
-def _waits_briefly(row: Any) -> bool:
+def _waits_briefly(row: Any, capacity: int) -> bool:
     """Whether a message that fits the ring waits for its receiver for a short time."""
     direct, now = _direct_at(row.direct), monotonic()
-    if direct.may_wait == 0 or now - direct.last_end < _AT_ONCE_NS:
+    follows = now - direct.last_end < _AT_ONCE_NS and 2 * row.message.nbytes < capacity
+    if direct.may_wait == 0 or follows:
         return False
     if direct.copies_left > 0:
         direct.copies_left -= 1
@@ -51,7 +53,9 @@ def goes_from_array(row: Any, capacity: int) -> bool:
     nbytes = row.message.nbytes
     if nbytes >= LEAST_CARRIED and _awaited(row):
         return True
-    return _goes_straight(nbytes, capacity) and (_must_wait(row.message.op, nbytes, capacity) or _waits_briefly(row))
+    if not _may_go_from_array(nbytes, capacity):
+        return False
+    return bool(_must_wait(row.message.op, nbytes, capacity) or _waits_briefly(row, capacity))
 
 
 @register_jitable
@@ -80,5 +84,5 @@ def copy_if_late(row: Any) -> bool:
 @register_jitable
 def note_message_end(row: Any) -> None:
     """Note when a producer's message has ended."""
-    if row.message.nbytes >= STRAIGHT_BYTES:
+    if row.message.nbytes >= FROM_ARRAY_BYTES:
         _direct_at(row.direct).last_end = monotonic()

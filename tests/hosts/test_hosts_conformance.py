@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from xvcomm.memory.ring import STRAIGHT_BYTES
+from xvcomm.memory.ring import FROM_ARRAY_BYTES
 from xvcomm.testing import World, collectives, pointtopoint, wires
 from xvcomm.testing.cases import reductions
 from xvcomm.testing.inside import context
@@ -57,11 +57,11 @@ def copied(comm, nbytes):
     return sum(int(np.count_nonzero(ring)) for ring in rings), int(x.min())
 
 
-def test_long_messages_of_collectives_go_straight_from_the_array():
+def test_long_messages_of_collectives_go_from_the_array():
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
-        assert ranks.run(copied, STRAIGHT_BYTES - 1) == [(STRAIGHT_BYTES - 1, 2)] * 2
+        assert ranks.run(copied, FROM_ARRAY_BYTES - 1) == [(FROM_ARRAY_BYTES - 1, 2)] * 2
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
-        assert ranks.run(copied, 2 * STRAIGHT_BYTES) == [(0, 2)] * 2  # each sends a half
+        assert ranks.run(copied, 2 * FROM_ARRAY_BYTES) == [(0, 2)] * 2  # each sends a half
 
 
 def send_first(comm, nbytes):
@@ -74,7 +74,7 @@ def send_first(comm, nbytes):
 
 def test_a_message_that_fits_the_ring_is_sent_without_its_receiver():
     with World(hosts="a,b", env={"XVCOMM_DEVICE": "host"}) as ranks:
-        for nbytes in (STRAIGHT_BYTES, 8 * STRAIGHT_BYTES, 4 << 20):  # the last one fills it
+        for nbytes in (FROM_ARRAY_BYTES, 8 * FROM_ARRAY_BYTES, 4 << 20):  # the last one fills it
             assert ranks.run(send_first, nbytes) == [(2, 2), (1, 1)]
 
 

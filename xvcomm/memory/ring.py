@@ -53,7 +53,7 @@ LEAST_APART_CHUNK = 32 << 10
 LEAST_WIRE_CHUNK = 64 << 10
 """The same between hosts, where each slot costs both ends a system call."""
 
-STRAIGHT_BYTES = 128 << 10
+FROM_ARRAY_BYTES = 128 << 10
 """From this size on copying a message between hosts costs more than waiting for its receiver: it goes from the sender's array."""
 
 _SEND = int(OpCode.SEND)
@@ -185,11 +185,11 @@ def part_bytes(nbytes: int, used: int) -> int:
     return ((nbytes + used - 1) // used + ALIGN - 1) // ALIGN * ALIGN
 
 
-def goes_straight(nbytes: int, capacity: int) -> bool:
+def may_go_from_array(nbytes: int, capacity: int) -> bool:
     """Whether a message between hosts may go from the sender's array, so that the sender waits for the receiver, see
     `must_wait`. Movers and the wire compile this function.
     """
-    return nbytes >= min(capacity, STRAIGHT_BYTES)
+    return nbytes >= min(capacity, FROM_ARRAY_BYTES)
 
 
 def must_wait(op: int, nbytes: int, capacity: int) -> bool:

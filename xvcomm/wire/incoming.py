@@ -14,7 +14,7 @@ from xvcomm.jit.atomics import (
 )
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of
-from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason, goes_straight
+from xvcomm.memory.ring import ABORT, CONSUMED, LEDGER, Reason, may_go_from_array
 from xvcomm.trace.contract import agree
 from xvcomm.trace.format import HEAD_WORDS
 from xvcomm.trace.recorder import extent, may_ask
@@ -48,7 +48,7 @@ from xvcomm.wire.shares import count_slot
 _OPEN, _SLOT, _ENTRY, _CREDIT, _STOP, _STOPPED, _PING, _PONG, _LEAVE, _ASK, _TELL, _TAKEN, _FAILED, _, _ARRAY, _ = map(
     int, Kind
 )
-_goes_straight = register_jitable(goes_straight)
+_may_go_from_array = register_jitable(may_go_from_array)
 _FIRST_REASON, _LAST_REASON = int(min(Reason)), int(max(Reason))
 
 PROTOCOL = -1000
@@ -78,7 +78,7 @@ def _note_entry(wire: Any, frame: Any) -> bool:
     message, ring = frame.entry.message, wire.geometry
     if number > consumed + LEDGER or message.nbytes < 0:
         return False
-    if _goes_straight(message.nbytes, ring.lanes * ring.slots * ring.slot_bytes):
+    if _may_go_from_array(message.nbytes, ring.lanes * ring.slots * ring.slot_bytes):
         wire.waits = max(wire.waits, number)
     entry = entry_of(wire, number - 1, True)
     if entry.number != number:

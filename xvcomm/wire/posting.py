@@ -20,6 +20,7 @@ from xvcomm.wire.locks import begin_copy, end_copy, enter_rail, leave_rail
 from xvcomm.wire.outgoing import choose_frame
 from xvcomm.wire.records import FLIGHTS, flight_at, frame_at, rail_at, rdma_at, region_at, wire_at
 from xvcomm.wire.regions import find_region
+from xvcomm.wire.slot_frames import copy_slot
 from xvcomm.wire.verbs import completions_at, failed, flush, offer, post, queue_at, room, send, send_inline, take, write
 from xvcomm.wire.visibility import make_visible
 
@@ -93,8 +94,7 @@ def _write_slot(carrier: Any, rdma: Any, queue: Any, rail: Any, frame: Any) -> i
             region = region_at(carrier.regions, index)
             here, key = region.iova + source - region.address, region.keys[rdma.device]
         else:
-            copy_bytes(here, source, frame.length)
-            store(wire.sources + 8 * place, here)
+            copy_slot(wire, place)
             source = here
     there, there_key, kind = wire.slots_there + offset, wire.keys_there[rdma.there], _WRITTEN
     if _takes(wire, rdma, rail, frame):

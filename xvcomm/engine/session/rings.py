@@ -19,7 +19,7 @@ from xvcomm.config import Config
 from xvcomm.engine.session.peer_rings import PeerRings
 from xvcomm.engine.session.ring_sizes import RingSizes
 from xvcomm.errors import DeadlineExceeded
-from xvcomm.memory.ring import STRAIGHT_BYTES, Reason, RingEnd, RingLayout
+from xvcomm.memory.ring import FROM_ARRAY_BYTES, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import PAGE, round_up
 from xvcomm.schedule.tuning import RANKS_BYTES
 from xvcomm.types.deadline import Deadline, poll
@@ -64,9 +64,7 @@ class Member(NamedTuple):
 def at_once(sizes: RingSizes, *, gpus: bool) -> int:
     """Largest message in bytes that an empty ring between islands can buffer whole; without GPUs, one between hosts."""
     if not gpus:
-        return (
-            min(sizes.host_layout(wired=True).at_once(1), STRAIGHT_BYTES) - 1
-        )  # larger ones go straight from the array
+        return min(sizes.host_layout(wired=True).at_once(1), FROM_ARRAY_BYTES) - 1  # a larger one goes from its array
     return min(sizes.host_layout(wired=False).at_once(1), sizes.gpu_collective_layout().at_once(1))
 
 
