@@ -62,7 +62,7 @@ class Effort:
         links_size: size of the messages over them.
         phases: seconds before a link is cut, while it is cut, and after.
         idle: seconds of ranks that do nothing.
-        lock: bytes, messages and rounds of messages beside a thread in Python code.
+        lock: bytes, messages and rounds of messages beside a thread that computes.
     """
 
     sizes: tuple[str, ...] = ("8", "4K", "64K", "1M", "4M", "16M", "64M", "256M")
@@ -200,7 +200,7 @@ class Bench:
         return [told["end"]["sum_received"]["bits_per_second"] / 8e9]
 
     def alone(self) -> None:
-        """Ranks that do nothing; messages beside a thread in Python code."""
+        """Ranks that do nothing; messages beside a thread that computes."""
         with Hosts(1, congestion=CONGESTION) as hosts:
             ended(*hosts.start_ranks(*self._rank("idle,lock")))
         self.found |= {name: self._read(name) for name in ("idle", "lock")}
@@ -330,7 +330,8 @@ def bars(bench: Bench) -> list[Bar]:
         bar("one of two links cut: longest wait for a message, s", [cut["stall"]], 1, most=True)
         bar("from the link's return to full speed, s", [cut["full"]], 5, most=True)
     if lock := figures.get("lock"):
-        bar("messages beside a thread in Python code, times without", [lock["held"] / lock["free"]], 1.15, most=True)
+        what = "messages beside a thread that holds the interpreter lock, times beside one without it"
+        bar(what, [lock["held"] / lock["free"]], 1.15, most=True)
     return found
 
 
@@ -363,9 +364,10 @@ def markdown(bench: Bench, setting: Setting, reached: Sequence[Bar]) -> str:
         others += [(f"messages of {size_text(cut['bytes'])} over {gigabits(2)}, GB/s", f"{cut['before']:.3f}")]
         others += [("the same while one is cut", f"{cut['during']:.3f}"), ("when it is back", f"{cut['after']:.3f}")]
     if lock := figures.get("lock"):
-        free, held = (f"{lock['bytes'] / lock[name] / 1e9:.2f}" for name in ("free", "held"))
-        others += [(f"messages of {size_text(lock['bytes'])}, GB/s", free)]
-        others += [(f"the same beside a thread of each rank in Python code, on {setting.cores} cores", held)]
+        alone, free, held = (f"{lock['bytes'] / lock[name] / 1e9:.2f}" for name in ("alone", "free", "held"))
+        others += [(f"messages of {size_text(lock['bytes'])}, GB/s", alone)]
+        others += [(f"the same beside a thread of each rank that computes in C, on {setting.cores} cores", free)]
+        others += [("the same beside a thread of each rank in Python code, which holds the interpreter lock", held)]
     if idle := figures.get("idle"):
         others += [(f"CPU seconds of an idle rank in {idle['seconds']:g} s", f"{max(idle['cpu']):.3f}")]
     if others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import socket
@@ -132,38 +133,54 @@ def idle(comm: Communicator, meeting: Meeting, settings: dict[str, Any]) -> dict
 
 
 def lock(comm: Communicator, meeting: Meeting, settings: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of messages from rank 1 to rank 0, alone and beside a thread of each rank that is always in Python code."""
+    """Seconds of messages from rank 1 to rank 0, alone and beside a thread of each rank that computes, with the interpreter lock
+    or without.
+    """
     size, messages, rounds = settings["lock"]
     x = np.zeros(size, np.uint8)
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(1 + 2 * rounds):
-        held = number % 2 == 0
-        comm.barrier()
-        begin = time.perf_counter()
-        with Loop(held):
-            for _ in range(messages):
-                comm.send(x, 0) if comm.rank == 1 else comm.recv(x, 1)
-        if number:  # the first turn warms up
-            taken[held].append((time.perf_counter() - begin) / messages)
-    return {"bytes": size, "free": statistics.median(taken[False]), "held": statistics.median(taken[True])}
+    beside = {"alone": None, "free": compute_in_c, "held": compute_in_python}
+    taken: dict[str, list[float]] = {name: [] for name in beside}
+    for number in range(1 + rounds):
+        for name, compute in beside.items():
+            comm.barrier()
+            begin = time.perf_counter()
+            with Loop(compute):
+                for _ in range(messages):
+                    comm.send(x, 0) if comm.rank == 1 else comm.recv(x, 1)
+            if number:  # the first round warms up
+                taken[name].append((time.perf_counter() - begin) / messages)
+    return {"bytes": size, **{name: statistics.median(seconds) for name, seconds in taken.items()}}
+
+
+_HASHED = bytes(1 << 18)
+
+
+def compute_in_c() -> None:
+    """Compute for about 0.1 ms without the interpreter lock."""
+    hashlib.sha256(_HASHED).digest()
+
+
+def compute_in_python() -> None:
+    """Compute for about 0.1 ms with the interpreter lock."""
+    for _ in range(6000):
+        pass
 
 
 class Loop:
-    """While it is entered, a thread executes Python code and never waits."""
+    """While it is entered, a thread computes again and again; none does without `compute`."""
 
-    def __init__(self, runs: bool) -> None:
-        self._runs, self._thread = runs, threading.Thread(target=self._count)
+    def __init__(self, compute: Callable[[], None] | None) -> None:
+        self._compute, self._thread = compute, threading.Thread(target=self._repeat)
 
-    def _count(self) -> None:
-        count = 0
-        while self._runs:
-            count += 1
+    def _repeat(self) -> None:
+        while (compute := self._compute) is not None:
+            compute()
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
-        self._runs = False
+        self._compute = None
         self._thread.join()
 
 

@@ -18,6 +18,7 @@ from xvcomm.backends.host.from_array import LEAST_CARRIED, copy_if_late, goes_fr
 from xvcomm.backends.host.reducers import call_combine
 from xvcomm.backends.host.rendezvous import copy_next, propose, through
 from xvcomm.jit.atomics import (
+    BUDGET,
     PENDING,
     READY,
     STOPPED,
@@ -78,6 +79,9 @@ _LEAST_SHARED = 256 << 10  # bytes of a message during whose copies other thread
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
 _ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
+_MOVING_BUDGET = 100_000_000
+"""Nanoseconds that rows between hosts may take while something comes, if they may take `BUDGET` at all: if another thread holds
+the interpreter lock, each return to Python costs 5 ms."""
 
 ROW = np.dtype([
     ("kind", "i8"),
@@ -361,7 +365,7 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
         wake: address of a word; `drive` returns early once it differs from `seen`, or any row completes. 0: neither.
         seen: last value of that word.
         spins: tries before yielding the core.
-        budget: total nanoseconds off the core before returning; of rows between hosts, total nanoseconds.
+        budget: total nanoseconds off the core before returning; of rows between hosts, total nanoseconds, see `_MOVING_BUDGET`.
 
     Returns:
         READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.
@@ -405,7 +409,8 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
             if rounds % _ROUNDS == 0:
                 now = monotonic()
                 began = began if began != 0 else now
-                if now - began > budget:
+                moves = idle < _SOON and budget >= BUDGET
+                if now - began > (max(budget, _MOVING_BUDGET) if moves else budget):
                     return PENDING  # a network may bring a little all the time: deadlines and signals must not wait for the end
         if progress:
             idle = slept = 0

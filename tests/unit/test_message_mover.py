@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from xvcomm.abc.device import RingStalled, RingStopped
+from xvcomm.backends.host.batch import Batch
 from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.message_mover import HELD_BYTES, HostMessageMover
+from xvcomm.backends.host.mover import Kind
 from xvcomm.config import Config
 from xvcomm.memory.ring import CARRIER, LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
@@ -26,6 +28,7 @@ from xvcomm.types.opcode import OpCode
 
 COMMUNICATOR, COLLECTIVE = 5, 12
 SLOTS = 4
+_LONG = 60.0
 
 
 @dataclass
@@ -212,9 +215,10 @@ def test_an_interrupt_behind_a_message(ring: tuple[Side, Side]) -> None:
     assert sink.last().state == State.DONE and sink.end.finished() == (1, True)
 
 
-def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side]) -> None:
-    """A call that carries returns after its budget nevertheless, and says when it begins and ends to wait."""
-    (_, sink), said, until = ring, [], monotonic() + 60
+@pytest.fixture
+def said(ring: tuple[Side, Side]) -> Iterator[list[int]]:
+    """What the consumer's movers tell a network that always brings a little, for a minute at most."""
+    (_, sink), said, until = ring, [], monotonic() + _LONG
 
     @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
     def progress(carrier: int, drivers: int, unused: int) -> int:
@@ -224,8 +228,20 @@ def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side]) -> None:
     record = np.zeros(1, CARRIER)
     record["progress"] = ctypes.cast(progress, ctypes.c_void_p).value
     sink.end.carrier = record.ctypes.data
-    message_mover = sink.another()
-    assert not sink.begin(np.empty(8, np.uint8), message_mover=message_mover)
-    assert not message_mover.advance(1_000_000)
+    yield said
     assert monotonic() < until
     assert said == [1, *[0] * (len(said) - 2), -1]
+
+
+def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side], said: list[int]) -> None:
+    """A call that carries returns after its budget nevertheless, and says when it begins and ends to wait."""
+    message_mover = ring[1].another()
+    assert not ring[1].begin(np.empty(8, np.uint8), message_mover=message_mover)
+    assert not message_mover.advance(1_000_000)
+
+
+def test_what_needs_no_waiting_does_not_wait_for_such_a_network(ring: tuple[Side, Side], said: list[int]) -> None:
+    data, batch = np.empty(8, np.uint8), Batch(0, process_memory=False)
+    batch.add(Kind.GET, ring[1].end, data.ctypes.data, Message(OpCode.SEND, UINT8.code, data.nbytes, 0))
+    assert not batch.move_ready()
+    assert len(said) < 100
