@@ -134,6 +134,23 @@ def rank_0(store: Store, **calls: Any) -> Elsewhere:
     return elsewhere
 
 
+def test_what_could_not_be_posted_before_the_job_moves_to_another_store() -> None:
+    store, failed = SlowStore(), threading.Event()
+
+    def fail(notice: bytes, deadline: Deadline) -> None:
+        failed.set()
+        raise StoreError("lost")
+
+    elsewhere = rank_0(store)
+    with mock.patch.object(store, "post", side_effect=fail):
+        elsewhere.post(DEPARTURE)
+        assert failed.wait(SOON)
+        elsewhere.abandon(served=True)
+        elsewhere.post(Stop("0", 1, "why"))
+        elsewhere.join()
+    assert elsewhere.unposted() == [DEPARTURE, Stop("0", 1, "why")]
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_what_could_not_be_posted_is_posted_again(leaves: bool) -> None:
     """For instance because the process can open no connection to the store for a while."""

@@ -36,11 +36,14 @@ class Store:
         instead: what rank 0's own successor raises.
         over: addresses at which nothing listens.
         moved: the address of the one that is used in its place.
+        generation: of the store at other ranks' addresses.
+        closed: how often a connection to one of those was closed.
     """
 
     def __init__(self, misses: int = 0, instead: type[Exception] = StoreError, over: Sequence[str] = ()) -> None:
         self.misses, self.instead, self.over = misses, instead, over
         self.moved = self.asked = ""
+        self.generation, self.closed = b"second", 0
         self.own = Standby()
 
     def standby(self, ports: Sequence[int]) -> Standby:
@@ -61,15 +64,20 @@ class Store:
         return self
 
     def decide(self, key: str, value: bytes, deadline: Deadline) -> bytes:
-        return value
+        return self.generation
+
+    def close(self) -> None:
+        self.closed += 1
 
     def move(self, found: Store) -> None:
         self.moved = self.asked
 
 
-def succession(store: Store, rank: int, gone: Callable[[int], bool] = lambda rank: False) -> Succession:
-    """Of a rank of a job whose rank 2, on the host of all, was killed."""
-    made = Succession(cast(Any, store), rank, [0], gone, lambda rank: True, lambda rank: None)
+def succession(
+    store: Store, rank: int, gone: Callable[[int], bool] = lambda rank: False, *, stricken: bool = True
+) -> Succession:
+    """Of a rank of a job whose rank 2, on the host of all, was killed if `stricken`."""
+    made = Succession(cast(Any, store), rank, [0], gone, lambda rank: stricken, lambda rank: None)
     made.open([Place(f"rank {r}", False) for r in range(3)], 0)
     return made
 
@@ -77,7 +85,7 @@ def succession(store: Store, rank: int, gone: Callable[[int], bool] = lambda ran
 def test_who_serves_the_store_serves_no_successor_and_stays() -> None:
     store = Store(misses=1)
     own = succession(store, 0)
-    own.note_unreachable()
+    own.note_unreachable(b"")
     own.look()
     own.follow(Deadline.after(5), pytest.fail)
     assert not own.due() and not store.own.serving and not store.moved
@@ -111,3 +119,26 @@ def test_a_store_that_has_ended_is_not_waited_for(make: Callable[[], Store], gon
 def test_a_store_that_stays_out_of_reach() -> None:
     with pytest.raises(DeadlineExceeded, match="rank 0 of the job has not served"):
         succession(Store(misses=99), 1).follow(Deadline.after(0.2), pytest.fail)
+
+
+def test_a_call_on_the_store_before_does_not_count_against_its_successor() -> None:
+    """Another thread has left that store meanwhile, so that the call failed."""
+    store = Store(misses=99)
+    own = succession(store, 2, gone=lambda rank: rank == 0, stricken=False)
+    own.follow(Deadline.after(5), lambda: None)
+    assert (store.moved, own.generation) == ("rank 1", b"second")
+    own.note_unreachable(b"")
+    assert not own.due()
+    own.note_unreachable(b"second")
+    assert own.due()
+
+
+def test_a_successor_that_answers_late_is_not_left_for_itself() -> None:
+    """To leave it would tell the others that this rank has died."""
+    store = Store(misses=99)
+    own = succession(store, 2, gone=lambda rank: rank == 0, stricken=False)
+    own.follow(Deadline.after(5), lambda: None)
+    own.note_unreachable(b"second")
+    store.misses = 1
+    own.follow(Deadline.after(5), pytest.fail)
+    assert store.closed == 1 and not own.due()

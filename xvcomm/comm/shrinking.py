@@ -50,9 +50,10 @@ class Shrinking:
             DeadlineExceeded: names the ranks that did not come; on all ranks that did.
             Aborted: the others have lost this rank, and go on without it; or another rank failed.
         """
+        succession = self.context.session.succession
         while True:
             decision = self.decision or self.agree(OpCode.SHRINK, deadline, excluded)
-            self.decision = None
+            self.decision, generation = None, succession.generation
             try:
                 return self.make(decision, OpCode.SHRINK, deadline)
             except PeerLost:
@@ -61,7 +62,7 @@ class Shrinking:
             except StoreError:
                 if deadline.expired():
                     raise
-                self.context.session.succession.note_unreachable()
+                succession.note_unreachable(generation)
             except DeadlineExceeded as error:
                 if error.peer is not None or deadline.expired():  # else it is the store that does not answer
                     raise

@@ -146,6 +146,10 @@ class Elsewhere:
         self._news.append(news)
         self._outbox.put(None)
 
+    def unposted(self) -> list[Stop | Departure]:
+        """What the others have not been told, once this is joined; as far as a post failed, they may have been."""
+        return list(self._news)
+
     def flush(self) -> None:
         """Wait until all news are posted; not for long, and no longer once the store has ended."""
         if self._met.is_set():

@@ -84,6 +84,7 @@ class Session:
         """
         self.store, self.rank, self.size, self.config = MovingStore(store, on_close), rank, size, config
         self._lock = threading.RLock()  # reentrant, because a signal handler may close the session at any point
+        self._following = threading.Lock()  # held by the thread that follows the store
         self._elsewhere: Elsewhere | None = None
         self._told = b""  # generation of the store in which this rank has published what others need
         self.journal, self.grown = Journal(), grown
@@ -211,17 +212,24 @@ class Session:
         others = [r for r in range(self.size) if r not in self.neighbours and not self.liveness.gone(r)]
         server = self.succession.server
         others.sort(key=lambda rank: rank != server)
-        self._elsewhere = None if not others else Elsewhere(
+        follows = None if not others else Elsewhere(
             self.store, self.rank, self.neighbours, server, others,
             self.config.peer_timeout, deadline, self._reach.transport, self.supervision.lost, self.liveness.lose,
             self.supervision.hear,
         )  # fmt: skip
+        with self._lock:
+            before, self._elsewhere = self._elsewhere, follows
+            if before is not None and follows is not None:
+                for news in before.unposted():
+                    follows.post(news)
 
     def follow_store(self, deadline: Deadline) -> None:
         """Use the successor of the job's store, if the process that served it has ended; see `Succession.follow`."""
-        before = self._elsewhere
-        self.succession.follow(deadline, self._abandon_elsewhere)
-        if self._told != self.succession.generation:
+        with self._following:
+            before = self._elsewhere
+            self.succession.follow(deadline, self._abandon_elsewhere)
+            if self._told == self.succession.generation:
+                return
             if before is not None:
                 before.join()
             for transport in self.transports:
@@ -308,8 +316,9 @@ class Session:
 
     def announce(self, news: Stop | Departure, ranks: Collection[int]) -> None:
         """Tell those of a communicator's ranks that are on other hosts what became of it on this one, if the store can."""
-        if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
-            self._elsewhere.post(news)
+        with self._lock:
+            if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
+                self._elsewhere.post(news)
 
     def hears(self, rank: int) -> bool:
         """Whether announcements of a rank come to this one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -59,7 +58,6 @@ class Succession:
         self._passed: set[int] = set()
         self._unreachable = False
         self._answered = False
-        self._moving = threading.Lock()
 
     def open(self, places: Sequence[Place], server: int | None) -> None:
         """Learn where each rank can serve a successor.
@@ -87,9 +85,9 @@ class Succession:
         of = {self._addresses[rank]: rank for rank in ranks if self._addresses[rank]}
         return sorted(of[address] for address in self._store.ended(of))
 
-    def note_unreachable(self) -> None:
-        """The store cannot be reached."""
-        self._unreachable = True
+    def note_unreachable(self, generation: bytes) -> None:
+        """The store of this generation cannot be reached. Calls on an earlier one fail as soon as another thread has left it."""
+        self._unreachable = self._unreachable or generation == self.generation
 
     def due(self) -> bool:
         """Whether the store has ended, will soon, or has to be tried, because ranks beside its server are lost.
@@ -104,7 +102,8 @@ class Succession:
         return self._gone(self.server) or (not self._answered and self._stricken(self.server))
 
     def follow(self, deadline: Deadline, leaving: Callable[[], None]) -> None:
-        """Use the successor from now on, if the store has ended; blocks until it is served, or the store answers after all.
+        """Use the successor from now on, if the store has ended; blocks until it is served, or the store answers after all. One
+        thread may call it at a time.
 
         Args:
             leaving: called before the store so far is closed.
@@ -113,13 +112,12 @@ class Succession:
             PeerLost: no rank can serve it.
             DeadlineExceeded: names the rank that should.
         """
-        with self._moving:
-            if not self.due():
-                return
-            # At once, since each of them would be tried as a successor until it counts as lost.
-            self._doubt([rank for rank in range(len(self._addresses)) if self._lives(rank) and self._stricken(rank)])
-            if not self._answers():
-                self._move(deadline, leaving)
+        if not self.due():
+            return
+        # At once, since each of them would be tried as a successor until it counts as lost.
+        self._doubt([rank for rank in range(len(self._addresses)) if self._lives(rank) and self._stricken(rank)])
+        if not self._answers():
+            self._move(deadline, leaving)
 
     def _answers(self) -> bool:
         """Whether the store answers nevertheless, and its server has not left."""
@@ -145,7 +143,7 @@ class Succession:
                 self._standby.serve()
             try:
                 found = self._store.successor(self._addresses[following], Deadline.after(deadline.sooner(_TRY_SECONDS)))
-                self.generation = found.decide(_GENERATION, secrets.token_bytes(8), Deadline.after(_ANSWER_SECONDS))
+                generation = found.decide(_GENERATION, secrets.token_bytes(8), Deadline.after(_ANSWER_SECONDS))
             except (StoreError, DeadlineExceeded, AuthenticationError) as error:
                 if not (isinstance(error, DeadlineExceeded) or self._may_return(following, error)):
                     self._passed.add(following)  # nothing listens there, another program does, or nobody is reached
@@ -161,9 +159,15 @@ class Succession:
                     ) from None  # fmt: skip
                 time.sleep(_PAUSE_SECONDS)
             else:
+                if (
+                    generation == self.generation and self._answers()
+                ):  # left without need, it would tell of this rank's death
+                    found.close()
+                    return
                 leaving()
                 self._store.move(found)
                 self.server, self._unreachable, self._answered = following, False, False
+                self.generation = generation
                 return
 
     def _may_return(self, rank: int, error: Exception) -> bool:
