@@ -11,7 +11,7 @@ import numpy as np
 
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.batch import Batch
-from xvcomm.jit.atomics import BUDGET, READY, budget_of_more
+from xvcomm.jit.atomics import READY, budget_of_more
 from xvcomm.system.forking import ProcessFuture
 from xvcomm.system.threads import Daemon
 from xvcomm.types.deadline import Deadline
@@ -65,15 +65,15 @@ class Engine:
                 return False
             self._incoming.remove(mine)
         batch, _, deadline = mine
-        patience, budget = Deadline.after(timeout), BUDGET
+        patience = Deadline.after(timeout)
+        soonest = min(deadline, patience, key=Deadline.left)
         try:
-            while batch.drive(budget=budget) != READY:
+            while batch.drive(budget=budget_of_more(soonest)) != READY:
                 if deadline.expired():
                     raise RingStalled([batch.ends[i] for i in batch.open_rows()])
                 if patience.expired():
                     self._hand_over(mine)
                     return True
-                budget = budget_of_more(min(deadline, patience, key=Deadline.left))
         except (RingStopped, RingStalled) as error:
             batch.discard()
             future.set_exception(error)

@@ -80,8 +80,8 @@ _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
 _ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
 _MOVING_BUDGET = 100_000_000
-"""Nanoseconds that rows between hosts may take while something comes, if they may take `BUDGET` at all: if another thread holds
-the interpreter lock, each return to Python costs 5 ms."""
+"""Nanoseconds that rows between hosts may take in place of `BUDGET` while something comes: if another thread holds the
+interpreter lock, each return to Python costs 5 ms."""
 
 ROW = np.dtype([
     ("kind", "i8"),
@@ -409,8 +409,8 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
             if rounds % _ROUNDS == 0:
                 now = monotonic()
                 began = began if began != 0 else now
-                moves = idle < _SOON and budget >= BUDGET
-                if now - began > (max(budget, _MOVING_BUDGET) if moves else budget):
+                moves = idle < _SOON and budget == BUDGET
+                if now - began > (_MOVING_BUDGET if moves else budget):
                     return PENDING  # a network may bring a little all the time: deadlines and signals must not wait for the end
         if progress:
             idle = slept = 0

@@ -17,6 +17,7 @@ from xvcomm.backends.host.device import HostDevice
 from xvcomm.backends.host.message_mover import HELD_BYTES, HostMessageMover
 from xvcomm.backends.host.mover import Kind
 from xvcomm.config import Config
+from xvcomm.jit.atomics import BUDGET
 from xvcomm.memory.ring import CARRIER, LEDGER, Message, Reason, RingEnd, RingLayout
 from xvcomm.memory.segment import Segment
 from xvcomm.trace.callsite import find_call_site
@@ -233,11 +234,12 @@ def said(ring: tuple[Side, Side]) -> Iterator[list[int]]:
     assert said == [1, *[0] * (len(said) - 2), -1]
 
 
-def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side], said: list[int]) -> None:
+@pytest.mark.parametrize("budget", [BUDGET // 20, BUDGET])
+def test_a_network_that_always_brings_a_little(ring: tuple[Side, Side], said: list[int], budget: int) -> None:
     """A call that carries returns after its budget nevertheless, and says when it begins and ends to wait."""
     message_mover = ring[1].another()
     assert not ring[1].begin(np.empty(8, np.uint8), message_mover=message_mover)
-    assert not message_mover.advance(1_000_000)
+    assert not message_mover.advance(budget)
 
 
 def test_what_needs_no_waiting_does_not_wait_for_such_a_network(ring: tuple[Side, Side], said: list[int]) -> None:
