@@ -11,7 +11,7 @@ import numpy as np
 from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.backends.host.mover import DONE, MAX_STREAMS, MISMATCH, NEW, ROW, drive, next_number
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.jit.atomics import BUDGET, READY, STOPPED, budget_of_more
+from xvcomm.jit.atomics import BUDGET, READY, STOPPED, budget_of_more, first_budget
 from xvcomm.jit.record import python_type
 from xvcomm.memory.ring import Message, RingEnd
 from xvcomm.system.interrupts import held_back
@@ -123,7 +123,7 @@ class Batch:
             RingStopped: see `drive`.
             RingStalled: the deadline has passed.
         """
-        budget = BUDGET
+        budget = first_budget(deadline)
         try:
             while self.ends and self.drive(budget=budget) != READY:
                 if deadline.expired():

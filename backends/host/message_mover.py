@@ -15,7 +15,7 @@ from xvcomm.abc.device import RingStalled, RingStopped
 from xvcomm.abc.message_mover import MessageMover
 from xvcomm.backends.host.mover import DONE, NEW, ROW, Kind, drive_all, take, try_row
 from xvcomm.backends.host.rendezvous import join
-from xvcomm.jit.atomics import BUDGET, PENDING, READY, STOPPED, budget_of_more, load_acquire
+from xvcomm.jit.atomics import BUDGET, PENDING, READY, STOPPED, budget_of_more, first_budget, load_acquire
 from xvcomm.jit.compile import brief, compiling, kernel
 from xvcomm.jit.inline import register_jitable
 from xvcomm.jit.record import address_of, compiled_at, python_type
@@ -109,7 +109,7 @@ class HostMessageMover(MessageMover):
         return bool(code == READY)
 
     def finish(self, deadline: Deadline) -> None:
-        budget = BUDGET
+        budget = first_budget(deadline)
         while not self.advance(budget):
             if deadline.expired():
                 raise RingStalled([self.end])

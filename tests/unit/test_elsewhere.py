@@ -134,7 +134,7 @@ def rank_0(store: Store, **calls: Any) -> Elsewhere:
     return elsewhere
 
 
-def test_what_could_not_be_posted_before_the_job_moves_to_another_store() -> None:
+def test_a_stop_that_could_not_be_posted_before_the_job_moves_to_another_store() -> None:
     store, failed = SlowStore(), threading.Event()
 
     def fail(notice: bytes, deadline: Deadline) -> None:
@@ -148,7 +148,7 @@ def test_what_could_not_be_posted_before_the_job_moves_to_another_store() -> Non
         elsewhere.abandon(served=True)
         elsewhere.post(Stop("0", 1, "why"))
         elsewhere.join()
-    assert elsewhere.unposted() == [DEPARTURE, Stop("0", 1, "why")]
+    assert elsewhere.unposted() == [Stop("0", 1, "why")]
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -178,6 +178,11 @@ def rest(idle: int, spins: int) -> None:
         usleep(min(1000, 10 + (idle - spins - 400)))
 
 
+def first_budget(deadline: Deadline) -> int:
+    """The budget of a wait that begins: `BUDGET`, which compiled code may exceed a little, if that is not too long."""
+    return BUDGET if deadline.at - time.monotonic() > _LONG_SECONDS else budget_of_more(deadline)
+
+
 def budget_of_more(deadline: Deadline) -> int:
     """The budget of a wait that has used one up: a long one, for each call yields at first, until the deadline at most."""
     return int(1e9 * deadline.sooner(_LONG_SECONDS))

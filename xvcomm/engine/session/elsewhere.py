@@ -146,9 +146,12 @@ class Elsewhere:
         self._news.append(news)
         self._outbox.put(None)
 
-    def unposted(self) -> list[Stop | Departure]:
-        """What the others have not been told, once this is joined; as far as a post failed, they may have been."""
-        return list(self._news)
+    def unposted(self) -> list[Stop]:
+        """The stops of communicators that the others have not been told, as far as known, once this is joined.
+
+        A departure may be of a rank that shrinks, and that must first say in the next store that it has come.
+        """
+        return [news for news in list(self._news) if isinstance(news, Stop)]
 
     def flush(self) -> None:
         """Wait until all news are posted; not for long, and no longer once the store has ended."""
@@ -264,10 +267,13 @@ class Elsewhere:
 
     def abandon(self, *, served: bool) -> None:
         """Follow the store no more, because this rank moves to another one: it does not leave. `join` once the store is closed.
+        Idempotent.
 
         Args:
             served: whether the store may still answer, so that others learn nothing wrong when it is closed.
         """
+        if self._over:
+            return
         self._over = True
         self._met.set()
         self._outbox.put(False)

@@ -37,7 +37,7 @@ from xvcomm.engine.session.rings import Member
 from xvcomm.engine.session.succession import Succession, spare_ports
 from xvcomm.engine.session.supervision import Supervision
 from xvcomm.engine.session.watchdog import Rounds, Watchdog
-from xvcomm.errors import PeerLost, XvcommError
+from xvcomm.errors import DeadlineExceeded, PeerLost, XvcommError
 from xvcomm.rendezvous.store.failure import cause
 from xvcomm.rendezvous.store.guarded import GuardedStore
 from xvcomm.rendezvous.store.join import ended, join_barrier, refuse
@@ -217,30 +217,40 @@ class Session:
             self.config.peer_timeout, deadline, self._reach.transport, self.supervision.lost, self.liveness.lose,
             self.supervision.hear,
         )  # fmt: skip
-        with self._lock:
-            before, self._elsewhere = self._elsewhere, follows
-            if before is not None and follows is not None:
-                for news in before.unposted():
-                    follows.post(news)
+        before, self._elsewhere = self._elsewhere, follows
+        if before is not None and follows is not None:
+            for stop in before.unposted():
+                follows.post(stop)
 
     def follow_store(self, deadline: Deadline) -> None:
         """Use the successor of the job's store, if the process that served it has ended; see `Succession.follow`."""
-        with self._following:
+        if not self._following.acquire(timeout=deadline.sooner(threading.TIMEOUT_MAX)):
+            raise DeadlineExceeded(
+                "another thread follows the job's store, and has not reached it in time", rank=self.rank
+            )
+        try:
             before = self._elsewhere
             self.succession.follow(deadline, self._abandon_elsewhere)
-            if self._told == self.succession.generation:
-                return
-            if before is not None:
-                before.join()
-            for transport in self.transports:
-                transport.announce()
-            self._listen_elsewhere(deadline)
-            if self._elsewhere is not None:
-                self._elsewhere.ready()
-                self._elsewhere.meet()
-            self._told = self.succession.generation
+            if self._told != self.succession.generation:
+                if before is not None:
+                    before.abandon(served=True)  # an exception may have come before it was ready
+                    before.join()
+                self._begin_again(deadline)
+        finally:
+            self._following.release()
+
+    def _begin_again(self, deadline: Deadline) -> None:
+        """Publish in the present store what others need, and follow what it tells of other hosts."""
+        for transport in self.transports:
+            transport.announce()
+        self._listen_elsewhere(deadline)
+        if self._elsewhere is not None:
+            self._elsewhere.ready()
+            self._elsewhere.meet()
+        self._told = self.succession.generation
 
     def _abandon_elsewhere(self) -> None:
+        self._told = b""  # also if the store is the same one, over another connection
         self.join_requests.close()
         if self._elsewhere is not None:
             self._elsewhere.abandon(served=self.journal.left(self.succession.suspect))
@@ -316,9 +326,8 @@ class Session:
 
     def announce(self, news: Stop | Departure, ranks: Collection[int]) -> None:
         """Tell those of a communicator's ranks that are on other hosts what became of it on this one, if the store can."""
-        with self._lock:
-            if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
-                self._elsewhere.post(news)
+        if self._elsewhere is not None and not set(self.neighbours).issuperset(ranks):
+            self._elsewhere.post(news)
 
     def hears(self, rank: int) -> bool:
         """Whether announcements of a rank come to this one."""

@@ -135,18 +135,19 @@ class _Round:
         self._first = PrefixStore(first, session.store)
         self._session, self._place, self._ranks, self._grows = session, PrefixStore(place, session.store), ranks, grows
         self._deadline, self._begun = deadline, time.monotonic()
+        self._generation = session.succession.generation
         self._gone, self._excluded = set(excluded), tuple(sorted(excluded))
         self._departed = set[int]()
         self._doubting = -1
 
     def run(self, departed: set[int], come: Callable[[], None], hear: Callable[[], None]) -> Decision | None:
-        """The decision; None if the process has ended that serves the store."""
+        """The decision; None if the process has ended that serves the store, or another thread has left that."""
         session, place = self._session, self._place
         self._departed = departed
         mine = _Arrival(tuple(sorted(self._lost())), self._grows, self._excluded)
         place.set(f"here/{session.rank}", msgspec.msgpack.encode(mine), self._deadline)
         come()
-        while not session.succession.due():
+        while session.succession.generation == self._generation and not session.succession.due():
             hear()
             left = self._left()
             leads = left[0] == session.rank
