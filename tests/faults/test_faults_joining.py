@@ -64,6 +64,7 @@ def test_killed_while_others_have_not_joined(meeting, late):
         store.close()
         begun = time.monotonic()
         world.kill(1)
+        assert isinstance(world.collect(1)[0], EOFError)
         if late:
             world.submit(2, join, envs[2])
         lost = [world.collect(rank)[0] for rank in ((0, 2) if late else (0,))]
