@@ -1,12 +1,14 @@
 """The job ends while a process waits to join it, or before it comes: it learns of it at once."""
 
+import contextlib
+
 import pytest
 from growing import lose, restarted, store_address, take_in
 from shrinking import die
 from stores import variables
 
 import xvcomm
-from xvcomm.errors import Aborted
+from xvcomm.errors import Aborted, PeerLost
 from xvcomm.testing.signals import await_that
 from xvcomm.testing.world import World
 
@@ -38,7 +40,8 @@ def die_at_last(comm, folder, first_leaves):
     """All ranks that are left die, or the first one leaves in good order before."""
     left = lose(comm, (1,))
     await_that(lambda: left.join_requests() > 0)
-    left.barrier()
+    with contextlib.suppress(PeerLost):  # the first one that is through may die while another one is still in it
+        left.barrier()
     if not first_leaves:
         die()
     if left.rank == 0:
