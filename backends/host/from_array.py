@@ -19,8 +19,8 @@ _PATIENCE_NS, _NS_PER_BYTE, _MOST_PATIENCE_NS, _MOST_LATE = 200_000, 1, 5_000_00
 """How long a message that fits the ring waits until it is received, before it is copied: so long, and so much for each byte, up
 to a limit. If messages are received later, more and more of the next ones are copied at once, up to two to that power."""
 _AT_ONCE_NS = 30_000
-"""A message that begins so soon after the previous one ended is copied, so that it does not wait until it is received; but not
-one of half a ring or more, whose copy would take longer."""
+"""A message that begins so soon after the previous one ended is copied, so that it does not wait until it is received. To copy
+half a ring or more takes longer than that wait: such a message goes from its array."""
 _carrier_at, _direct_at = map(compiled_at, (CARRIER, DIRECT))
 _may_go_from_array, _must_wait = register_jitable(may_go_from_array), register_jitable(must_wait)
 

@@ -19,6 +19,7 @@ from xvcomm.backends.host.reducers import call_combine
 from xvcomm.backends.host.rendezvous import copy_next, propose, through
 from xvcomm.jit.atomics import (
     BUDGET,
+    LONG_BUDGET,
     PENDING,
     READY,
     STOPPED,
@@ -79,9 +80,6 @@ _LEAST_SHARED = 256 << 10  # bytes of a message during whose copies other thread
 _TRIES_OF_A_CALL = 500  # tries that take as long as one call of the carrier
 _SOON = 100  # calls of the carrier without progress, until which it looks at a few connections
 _ROUNDS = 16  # calls of the carrier between two looks at the clock, which may be a system call
-_MOVING_BUDGET = 100_000_000
-"""Nanoseconds that rows between hosts may take in place of `BUDGET` while something comes: if another thread holds the
-interpreter lock, each return to Python costs 5 ms."""
 
 ROW = np.dtype([
     ("kind", "i8"),
@@ -365,7 +363,8 @@ def drive_all(rows: int, count: int, wake: int, seen: int, spins: int, budget: i
         wake: address of a word; `drive` returns early once it differs from `seen`, or any row completes. 0: neither.
         seen: last value of that word.
         spins: tries before yielding the core.
-        budget: total nanoseconds off the core before returning; of rows between hosts, total nanoseconds, see `_MOVING_BUDGET`.
+        budget: total nanoseconds off the core before returning. Of rows between hosts total nanoseconds, and `LONG_BUDGET` in
+            place of `BUDGET` while something comes: a return to Python costs 5 ms if another thread holds the interpreter lock.
 
     Returns:
         READY, PENDING, SOME; or STOPPED or MISMATCH, with the row's index from bit 8 on.
@@ -409,8 +408,7 @@ def _drive(rows: int, count: int, wake: int, seen: int, spins: int, budget: int,
             if rounds % _ROUNDS == 0:
                 now = monotonic()
                 began = began if began != 0 else now
-                moves = idle < _SOON and budget == BUDGET
-                if now - began > (_MOVING_BUDGET if moves else budget):
+                if now - began > (LONG_BUDGET if idle < _SOON and budget == BUDGET else budget):
                     return PENDING  # a network may bring a little all the time: deadlines and signals must not wait for the end
         if progress:
             idle = slept = 0

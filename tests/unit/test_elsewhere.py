@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
@@ -134,17 +136,25 @@ def rank_0(store: Store, **calls: Any) -> Elsewhere:
     return elsewhere
 
 
-def test_a_stop_that_could_not_be_posted_before_the_job_moves_to_another_store() -> None:
-    store, failed = SlowStore(), threading.Event()
+@contextlib.contextmanager
+def posting_fails(store: SlowStore, elsewhere: Elsewhere) -> Iterator[None]:
+    """A departure could not be posted at first, and nothing can be meanwhile."""
+    failed = threading.Event()
 
     def fail(notice: bytes, deadline: Deadline) -> None:
         failed.set()
-        raise StoreError("lost")
+        raise ResourceError("too many open files")
 
-    elsewhere = rank_0(store)
     with mock.patch.object(store, "post", side_effect=fail):
         elsewhere.post(DEPARTURE)
         assert failed.wait(SOON)
+        yield
+
+
+def test_a_stop_that_could_not_be_posted_before_the_job_moves_to_another_store() -> None:
+    store = SlowStore()
+    elsewhere = rank_0(store)
+    with posting_fails(store, elsewhere):
         elsewhere.abandon(served=True)
         elsewhere.post(Stop("0", 1, "why"))
         elsewhere.join()
@@ -154,16 +164,10 @@ def test_a_stop_that_could_not_be_posted_before_the_job_moves_to_another_store()
 @pytest.mark.parametrize("leaves", [True, False])
 def test_what_could_not_be_posted_is_posted_again(leaves: bool) -> None:
     """For instance because the process can open no connection to the store for a while."""
-    store, failed = SlowStore(), threading.Event()
-
-    def fail(notice: bytes, deadline: Deadline) -> None:
-        failed.set()
-        raise ResourceError("too many open files")
-
+    store = SlowStore()
     elsewhere = rank_0(store)
-    with mock.patch.object(store, "post", side_effect=fail):
-        elsewhere.post(DEPARTURE)
-        assert failed.wait(SOON)
+    with posting_fails(store, elsewhere):
+        pass
     store.go_on.set()
     if not leaves:
         assert store.posting.wait(SOON)

@@ -24,7 +24,8 @@ READY, PENDING, STOPPED = 0, 1, 2
 
 BUDGET = 20_000_000
 """Nanoseconds that compiled code may spend off the core before Python checks signals and deadlines."""
-_LONG_SECONDS = 0.1
+LONG_BUDGET = 100_000_000
+"""The same of a wait that has used up `BUDGET`, and of code that may exceed that."""
 
 _WORD = ir.IntType(64)
 _AHEAD = 2048
@@ -179,13 +180,13 @@ def rest(idle: int, spins: int) -> None:
 
 
 def first_budget(deadline: Deadline) -> int:
-    """The budget of a wait that begins: `BUDGET`, which compiled code may exceed a little, if that is not too long."""
-    return BUDGET if deadline.at - time.monotonic() > _LONG_SECONDS else budget_of_more(deadline)
+    """The budget of a wait that begins: `BUDGET`, which movers may exceed, or what is left if they might miss the deadline."""
+    return BUDGET if deadline.at - time.monotonic() > LONG_BUDGET / 1e9 else budget_of_more(deadline)
 
 
 def budget_of_more(deadline: Deadline) -> int:
     """The budget of a wait that has used one up: a long one, for each call yields at first, until the deadline at most."""
-    return int(1e9 * deadline.sooner(_LONG_SECONDS))
+    return int(1e9 * deadline.sooner(LONG_BUDGET / 1e9))
 
 
 @register_jitable

@@ -226,7 +226,8 @@ class Session:
         """Use the successor of the job's store, if the process that served it has ended; see `Succession.follow`."""
         if not self._following.acquire(timeout=deadline.sooner(threading.TIMEOUT_MAX)):
             raise DeadlineExceeded(
-                "another thread follows the job's store, and has not reached it in time", rank=self.rank
+                "another thread of this process has not reached the job's store in time; a larger timeout lets this one wait",
+                rank=self.rank,
             )
         try:
             before = self._elsewhere

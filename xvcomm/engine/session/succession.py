@@ -85,9 +85,12 @@ class Succession:
         of = {self._addresses[rank]: rank for rank in ranks if self._addresses[rank]}
         return sorted(of[address] for address in self._store.ended(of))
 
-    def note_unreachable(self, generation: bytes) -> None:
-        """The store of this generation cannot be reached. Calls on an earlier one fail as soon as another thread has left it."""
-        self._unreachable = self._unreachable or generation == self.generation
+    def note_unreachable(self, generation: bytes | None) -> None:
+        """The store of this generation cannot be reached; the present one, if None.
+
+        Nothing is noted of an earlier one: calls on it fail as soon as another thread has left it.
+        """
+        self._unreachable = self._unreachable or generation in (None, self.generation)
 
     def due(self) -> bool:
         """Whether the store has ended, will soon, or has to be tried, because ranks beside its server are lost.
@@ -159,9 +162,8 @@ class Succession:
                     ) from None  # fmt: skip
                 time.sleep(_PAUSE_SECONDS)
             else:
-                if (
-                    generation == self.generation and self._answers()
-                ):  # left without need, it would tell of this rank's death
+                # The same store, which answers again. To leave it would tell the others that this rank has died.
+                if generation == self.generation and self._answers():
                     found.close()
                     return
                 leaving()

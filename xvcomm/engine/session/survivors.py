@@ -98,10 +98,10 @@ class Survivors:
         """
         session = self._session
         while True:
-            used = None
+            generation = None
             try:
                 session.follow_store(deadline)
-                used = session.succession.generation
+                generation = session.succession.generation
                 if self._generation != session.succession.generation:
                     self._generation, self.rounds = session.succession.generation, 0
                     hear()
@@ -112,7 +112,7 @@ class Survivors:
                 if deadline.expired():
                     raise
                 if isinstance(error, StoreError):
-                    session.succession.note_unreachable(session.succession.generation if used is None else used)
+                    session.succession.note_unreachable(generation)
                 time.sleep(_PAUSE_SECONDS)
                 continue
             if decision is not None:
