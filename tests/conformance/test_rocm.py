@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gpu_checks
 import msgspec
 import numpy as np
 import one_queue
@@ -32,9 +33,7 @@ from xvcomm.testing import (
     collectives,
     failures,
     graphs,
-    mixture,
     pointtopoint,
-    refusals,
 )
 from xvcomm.testing.arrays import DeviceArrays, arrays, on_device
 from xvcomm.testing.cases import SMALL_GPU_RINGS, reductions
@@ -100,15 +99,8 @@ def test_ranks_use_the_requested_devices(world: World, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 65_537])
 def test_collectives(world: World, count: int) -> None:
-    """Every operation, from empty arrays to several times a ring."""
-    world.run(collectives.check_all_reduce, "float32", "sum", count)
-    world.run(collectives.check_reduce, "float32", "sum", count)
-    world.run(collectives.check_reduce_scatter, "float32", "sum", count // 3)
-    for check in (
-        collectives.check_broadcast, collectives.check_all_gather, collectives.check_gather, collectives.check_scatter,
-        collectives.check_all_to_all,
-    ):  # fmt: skip
-        world.run(check, "float32", count // 3)
+    """From empty arrays to several times a ring."""
+    gpu_checks.every_collective(world, count)
 
 
 @pytest.mark.parametrize("count", [0, 1, 65_537])
@@ -120,30 +112,7 @@ def test_messages(world: World, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("check", "args"),
-    [
-        (pointtopoint.check_group_beyond_rings, (300_001, 3)),
-        (pointtopoint.check_many_in_flight, (70,)),
-        (pointtopoint.check_order, (100,)),
-        (pointtopoint.check_behind_background, ()),
-        (pointtopoint.check_crosswise_waits, ()),
-        (pointtopoint.check_receive_first, ()),
-        (pointtopoint.check_small_send_returns, ()),
-        (pointtopoint.check_beside_collectives, ()),
-        (pointtopoint.check_objects, ()),
-        (repeated_calls.check_messages_repeated, (20,)),
-        *((check, ()) for check in channels.CHECKS),
-        (collectives.check_async, (20,)),
-        (collectives.check_barrier, ()),
-        *repeated_calls.CHECKS,
-        (mixture.check_mixture, (1, 60)),
-        (mixture.check_mixture, (2, 60)),
-        (collectives.check_objects, ()),
-        (collectives.check_premul_factors, ()),
-        (collectives.check_split, ()),
-        (collectives.check_subgroup, ()),
-        (collectives.check_reproducible, ("float32", "sum", 20_001)),
-        (collectives.check_reproducible, ("bfloat16", "avg", 20_001)),
-    ],
+    gpu_checks.others(300_001, 100),
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_others(world: World, check: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -195,15 +164,7 @@ def test_short_sums_take_little_memory(job: Job) -> None:
             assert (ways[0], ways[-1]) == ("shm", "rccl + shm")  # a short sum calls no native library
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        refusals.check_arrays_refused,
-        refusals.check_dtypes_refused,
-        refusals.check_arguments_refused,
-        refusals.check_messages_refused,
-    ],
-)
+@pytest.mark.parametrize("check", gpu_checks.REFUSALS)
 @on(*ALONE)
 def test_refusals(world: World, check: Callable[..., None]) -> None:
     """Invalid input, including arrays on other devices and handles that are not streams."""

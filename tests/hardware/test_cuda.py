@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gpu_checks
 import numpy as np
 import one_queue
 import pytest
@@ -21,14 +22,11 @@ from xvcomm.testing import (
     World,
     adapter,
     asynchronous,
-    channels,
     collectives,
     failures,
     frameworks,
     graphs,
-    mixture,
     pointtopoint,
-    refusals,
 )
 from xvcomm.testing.cases import SMALL_GPU_RINGS, assert_same_bits, reductions
 from xvcomm.testing.signals import meet
@@ -64,23 +62,11 @@ ONE_QUEUE = {"cuda": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "rocm": {"GPU_MAX_HW_
 Job = Callable[..., World]
 
 
-def every_collective(world: World, count: int) -> None:
-    """Every operation once."""
-    world.run(collectives.check_all_reduce, "float32", "sum", count)
-    world.run(collectives.check_reduce, "float32", "sum", count)
-    world.run(collectives.check_reduce_scatter, "float32", "sum", count // 3)
-    for check in (
-        collectives.check_broadcast, collectives.check_all_gather, collectives.check_gather, collectives.check_scatter,
-        collectives.check_all_to_all,
-    ):  # fmt: skip
-        world.run(check, "float32", count // 3)
-
-
 @pytest.fixture(scope="module", params=TABLE)
 def world(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
     """Ranks for all tests of one job. As docs/gpus.md asks for, they call each collective before messages wait for their peer."""
     with job(*TABLE[request.param]) as ranks:
-        every_collective(ranks, 3)
+        gpu_checks.every_collective(ranks, 3)
         yield ranks
 
 
@@ -94,7 +80,7 @@ def alone(job: Job, request: pytest.FixtureRequest) -> Iterator[World]:
 @pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 1_000_003])
 def test_collectives(world: World, count: int) -> None:
     """From empty arrays to several times a ring."""
-    every_collective(world, count)
+    gpu_checks.every_collective(world, count)
 
 
 @pytest.mark.parametrize("count", [0, 1, 65_537, 1_000_003])
@@ -108,28 +94,8 @@ def test_messages(world: World, count: int) -> None:
 @pytest.mark.parametrize(
     ("check", "args"),
     [
-        (pointtopoint.check_group_beyond_rings, (3_000_001, 3)),
-        (pointtopoint.check_many_in_flight, (200,)),
-        (pointtopoint.check_order, (300,)),
-        (pointtopoint.check_behind_background, ()),
-        (pointtopoint.check_crosswise_waits, ()),
-        (pointtopoint.check_receive_first, ()),
-        (pointtopoint.check_small_send_returns, ()),
-        (pointtopoint.check_beside_collectives, ()),
-        (pointtopoint.check_objects, ()),
-        (repeated_calls.check_messages_repeated, (20,)),
-        (collectives.check_async, (40,)),
-        (collectives.check_barrier, ()),
-        *repeated_calls.CHECKS,
-        (mixture.check_mixture, (1, 60)),
-        (mixture.check_mixture, (2, 60)),
-        (collectives.check_objects, ()),
-        (collectives.check_premul_factors, ()),
-        (collectives.check_split, ()),
-        (collectives.check_subgroup, ()),
-        (collectives.check_reproducible, ("float32", "sum", 70_001)),
-        (collectives.check_reproducible, ("bfloat16", "avg", 70_001)),
-        *((check, ()) for check in (*asynchronous.CHECKS, *channels.CHECKS, *failures.CHECKS)),
+        *gpu_checks.others(3_000_001, 200),
+        *((check, ()) for check in (*asynchronous.CHECKS, *failures.CHECKS)),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -143,15 +109,7 @@ def test_others(
         world.run(check, *args)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        refusals.check_arrays_refused,
-        refusals.check_dtypes_refused,
-        refusals.check_arguments_refused,
-        refusals.check_messages_refused,
-    ],
-)
+@pytest.mark.parametrize("check", gpu_checks.REFUSALS)
 def test_refusals(alone: World, check: Callable[..., None]) -> None:
     """Invalid input, including arrays of other devices and invalid stream handles."""
     alone.run(check)
