@@ -121,9 +121,9 @@ def _portion(nodeid: str) -> str:
 _IMPORTED = (
     "xvcomm.comm.communicator", "xvcomm.comm.init", "xvcomm.backends.host.collective", "xvcomm.backends.host.device",
     "xvcomm.backends.shm", "xvcomm.backends.tcp", "xvcomm.wire.network", "xvcomm.cli.run", "xvcomm.cli.bench.command",
-    "xvcomm.cli.certify.command", "xvcomm.testing.world", "typer.rich_utils", "matplotlib.backends.backend_agg", "pytest",
-    "torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.nn.parallel",
-    "torch.optim", "torch.utils.data",
+    "xvcomm.cli.certify.command", "xvcomm.testing.common_reducers", "xvcomm.testing.world", "typer.rich_utils",
+    "typer._adapters", "matplotlib.backends.backend_agg", "pytest", "torch._dynamo", "torch.distributed.run",
+    "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.nn.parallel", "torch.optim", "torch.utils.data",
 )  # fmt: skip
 """What programs of the fixture `python` have imported, as far as it is installed."""
 

@@ -94,7 +94,7 @@ def check(comm, name, ops, counts):
 
 @pytest.fixture(scope="module", params=ONE_ISLAND + BORDER)
 def world(request):
-    with World(islands=request.param, timeout=100) as world:
+    with World(islands=request.param, timeout=100, preload=["xvcomm.testing.every_reducer"]) as world:
         yield world
 
 

@@ -10,6 +10,7 @@ from xvcomm.testing import World, collectives, mixture, refusals
 from xvcomm.testing.cases import COUNTS, EVERY_WAY, reductions
 from xvcomm.types.dtype import DTYPES, DType
 
+PRELOAD = ("xvcomm.testing.every_reducer",)
 ROWS = (0, 1, 3, 1000, 21_851, 250_007)
 DTYPE_NAMES = [str(dtype) for dtype in DTYPES]
 

@@ -83,6 +83,8 @@ def load_kernels() -> None:
     """Import and load in this process what every rank needs; ranks are forks of it."""
     import xvcomm
     import xvcomm.adapters.torch.creation
+    import xvcomm.backends.host.collective
+    import xvcomm.testing.common_reducers
 
     with xvcomm.init(rank=0, size=1):
         pass
