@@ -44,12 +44,12 @@ class Clients:
         self.empty.set()
         self._listening: set[Connection] = set()
 
-    async def drain(self, grace: float) -> None:
-        """Wait until all clients have left, for at most `grace` seconds, or until the others have been stopped, or have not
+    async def drain(self, end: float) -> None:
+        """Wait until all clients have left, or the event loop's time is `end`, or until the others have been stopped, or have not
         answered, for a while.
         """
         loop = asyncio.get_running_loop()
-        end, moved = loop.time() + grace, loop.time()
+        moved = loop.time()
         while self.authenticated and loop.time() < min(end, moved + _STILL_SECONDS):
             try:
                 async with asyncio.timeout(min(_LOOK_SECONDS, end - loop.time())):

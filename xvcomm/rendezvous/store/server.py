@@ -113,12 +113,14 @@ class TcpServer:
                 await self._connect(sock)
         accepting = [self._loop.create_task(self._accept(listener)) for listener in self._listeners]
         await self._stop.wait()
-        await self._clients.drain(self._grace)
+        end = self._loop.time() + self._grace
+        await self._clients.drain(end)
         self._open = False
         for listener in self._listeners:
             shut_down(listener)
         await asyncio.gather(*accepting)
         close(self._listeners)
+        await self._clients.drain(end)  # those that have come meanwhile: a pause of `_accept` takes a moment
         for connection in list(self._clients.connections):
             connection.end()
         await asyncio.sleep(0)
